@@ -1,0 +1,472 @@
+"""What a run is: frozen values, their checks, their identity and their JSON form.
+
+A `Run` holds everything that changes the mathematics, and has no hidden default: a recipe in
+`argosy.runs` writes every field. What can be derived is a function here or in `argosy.plan`.
+A `Host` holds what does not change the mathematics and stays out of `Run.key()`.
+Only the standard library is imported.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+BATCH_AXES = ("replica", "data", "expert")
+AXES = ("replica", "data", "context", "expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The dense part of the network: sizes and named choices (reference_run 1.1, 1.2)."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    head_width: int
+    kv_heads_local: int
+    kv_heads_global: int
+    window: int
+    global_every: int
+    qk_mult: float
+    rope_theta: float
+    gate_rank: int
+    conv_taps: int
+    z_loss_weight: float
+    position: Literal["rope_local", "rope_all", "none"]
+    attention: Literal["exclusive", "plain"]
+    head_gate: Literal["sigmoid", "none"]
+    convolution: Literal["k_attn_mlp", "none"]
+    z_loss: Literal["logit", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moe:
+    """The sparse part: routed experts in the latent width, shared experts in the full width."""
+
+    experts: int
+    experts_per_token: int
+    hidden: int
+    latent: Literal["norm", "none"]
+    latent_width: int
+    shared_experts: int
+    shared_hidden: int
+    combine_sum: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens are balanced over experts and how they travel to them."""
+
+    balance: Literal["quantile", "aux_loss", "sign_bias"]
+    histogram_bins: int
+    aux_loss_weight: float
+    sign_bias_step: float
+    exchange: Literal["dense", "local", "pooled_wave", "ragged"]
+    capacity: Literal["bounded", "dropless"]
+    receiver_capacity: float
+    sender_capacity: float
+    waves: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One stretch of the mixture: it lasts until `until_frac` of the run, with these weights."""
+
+    name: str
+    until_frac: float
+    weights: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Which text, in which proportions, how long the sequences are."""
+
+    corpus: str
+    seq_len: int
+    batch_seqs: int
+    phases: tuple[Phase, ...]
+    mixture_reference_tokens: int
+    epoching: Literal["simulated", "plain"]
+    max_epochs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """The optimizer's named choice, its horizon and the shape of its schedule (reference_run 3).
+
+    `horizon_tokens` sets both the number of steps and the horizon of the learning-rate rule.
+    `lr_scale` multiplies both learning rates that the rule gives. `adamw_lr` and `weight_decay`
+    belong to the choices `adamw` and `muon` alone; `muon` uses the rule's MuonH rate.
+    """
+
+    rule: Literal["hyperball", "adamw", "muon"]
+    radius: Literal["joint", "per_expert"]
+    scaling: Literal["marin_2026_08", "marin_2026_05", "marin_2026_04"]
+    horizon_tokens: int
+    lr_scale: float
+    warmup_frac: float
+    final_frac: float
+    decay: Literal["none", "gates_router"]
+    decay_peak: float
+    clip: Literal["none", "global"]
+    clip_norm: float
+    adamw_lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices along each axis; their product is the number of devices."""
+
+    replica: int
+    data: int
+    context: int
+    expert: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Precision, memory choices and the hardware that the plan is made for."""
+
+    chip: str
+    precision: Literal["fp32", "bf16"]
+    params: Literal["fp32", "bf16"]
+    masters: Literal["device", "pinned_host"]
+    optimizer_state: Literal["device", "pinned_host"]
+    remat: Literal["none", "block", "block_keep_dispatch"]
+    accumulate: int
+    attention_block: int
+    readout_block_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evals:
+    """Held-out evaluation: always dropless, at the registered sequence length."""
+
+    every_frac: float
+    tokens_per_set: int
+    batch_seqs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A complete run. Equal runs give equal bits on equal hardware."""
+
+    recipe: str
+    seed: int
+    model: Model
+    moe: Moe
+    routing: Routing
+    data: Data
+    optim: Optim
+    mesh: Mesh
+    compute: Compute
+    evals: Evals
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def key(self) -> str:
+        """Identity: SHA-256 of the canonical JSON, 16 hex digits. The recipe's name is no part of it."""
+        body = to_json(self)
+        del body["recipe"]
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where and how a run executes; nothing here changes its mathematics."""
+
+    home: Path = Path("voyages")
+    name: str = ""
+    log_every_steps: int = 10
+    checkpoint_every_s: float = 60.0
+    keep_checkpoints: int = 2
+    port: int = 0
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "runs" / self.name
+
+
+# ---- what follows from a run -------------------------------------------------------------------
+
+
+def tokens_per_step(run: Run) -> int:
+    """Tokens in one optimizer step: B x S."""
+    return run.data.batch_seqs * run.data.seq_len
+
+
+def steps(run: Run) -> int:
+    """Optimizer steps in the run: the horizon over the tokens of a step, to the nearest."""
+    return max(1, round(run.optim.horizon_tokens / tokens_per_step(run)))
+
+
+def devices(run: Run) -> int:
+    m = run.mesh
+    return m.replica * m.data * m.context * m.expert
+
+
+def is_global(model: Model, layer: int) -> bool:
+    """Every `global_every`-th layer and the last see the whole sequence (reference_run 1.1).
+
+    >>> from argosy.runs import pocket
+    >>> [is_global(pocket.run().model, i) for i in range(4)]
+    [False, False, False, True]
+    """
+    return (layer + 1) % model.global_every == 0 or layer == model.layers - 1
+
+
+def expert_width(moe: Moe, model: Model) -> int:
+    """Z: the width that routed experts see."""
+    return model.width if moe.latent == "none" else moe.latent_width
+
+
+# ---- checks: what was asked, the numbers, the rule, the nearest legal value ----------------------
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    low = value // unit * unit
+    return f"{low + unit}" if low <= 0 else f"{low} or {low + unit}"
+
+
+def _positive(section: str, name: str, value: float) -> None:
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{section}.{name}={value!r} must be a finite number above 0; e.g. {section}.{name}=1")
+
+
+def _fraction(section: str, name: str, value: float) -> None:
+    if not (math.isfinite(value) and 0 <= value <= 1):
+        raise ValueError(f"{section}.{name}={value!r} is a fraction: 0 to 1; nearest legal {min(max(value, 0), 1) if math.isfinite(value) else 0}")
+
+
+_MAY_BE_ZERO = {
+    "shared_experts", "z_loss_weight", "aux_loss_weight", "sign_bias_step", "decay_peak", "clip_norm",
+    "weight_decay", "warmup_frac", "final_frac", "adamw_lr",
+}  # fmt: skip
+
+
+def check(run: Run) -> None:
+    """Refuse a run that cannot be, before anything is compiled.
+
+    Raises:
+        ValueError: naming the field, the numbers, the rule and the nearest legal values.
+    """
+    for section in dataclasses.fields(run):
+        part = getattr(run, section.name)
+        if not dataclasses.is_dataclass(part):
+            continue
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            choices = typing.get_args(field.type) if typing.get_origin(field.type) is Literal else ()
+            if choices and value not in choices:
+                raise ValueError(
+                    f"{section.name}.{field.name}={value!r} is not one of {', '.join(map(str, choices))}"
+                    f"; nearest: {', '.join(nearest(str(value), choices))}"
+                )
+            if isinstance(value, int | float) and field.name not in _MAY_BE_ZERO:
+                _positive(section.name, field.name, value)
+            if isinstance(value, float) and field.name in _MAY_BE_ZERO and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{section.name}.{field.name}={value!r} must be finite and at least 0; nearest legal 0")
+            if field.name.endswith("_frac"):
+                _fraction(section.name, field.name, value)
+    m, moe, d, mesh = run.model, run.moe, run.data, run.mesh
+    for name in ("kv_heads_local", "kv_heads_global"):
+        kv = getattr(m, name)
+        if m.heads % kv:
+            legal = [n for n in range(1, m.heads + 1) if m.heads % n == 0]
+            raise ValueError(
+                f"model.{name}={kv} does not divide model.heads={m.heads}; each key/value head serves a whole"
+                f" group of query heads; nearest legal {', '.join(map(str, sorted(legal, key=lambda n: abs(n - kv))[:2]))}"
+            )
+    if m.kv_heads_global > m.kv_heads_local:
+        raise ValueError(
+            f"model.kv_heads_global={m.kv_heads_global} exceeds model.kv_heads_local={m.kv_heads_local}; global layers"
+            f" use the first of the stored local heads; nearest legal {m.kv_heads_local}"
+        )
+    if m.head_width % 4:
+        raise ValueError(
+            f"model.head_width={m.head_width} must be a multiple of 4: rotary pairs fill its first half;"
+            f" nearest legal {nearest_multiples(m.head_width, 4)}"
+        )
+    if moe.experts_per_token > moe.experts:
+        raise ValueError(
+            f"moe.experts_per_token={moe.experts_per_token} exceeds moe.experts={moe.experts}; nearest legal {moe.experts}"
+        )
+    shards = mesh.replica * mesh.data * mesh.expert
+    if d.batch_seqs % (shards * run.compute.accumulate):
+        raise ValueError(
+            f"data.batch_seqs={d.batch_seqs:,} does not divide over replica {mesh.replica} x data {mesh.data} x expert"
+            f" {mesh.expert} = {shards} devices x compute.accumulate {run.compute.accumulate}; nearest"
+            f" {nearest_multiples(d.batch_seqs, shards * run.compute.accumulate)}"
+        )
+    if run.evals.batch_seqs % shards:
+        raise ValueError(
+            f"evals.batch_seqs={run.evals.batch_seqs} does not divide over {shards} devices; nearest"
+            f" {nearest_multiples(run.evals.batch_seqs, shards)}"
+        )
+    if d.seq_len % mesh.context:
+        raise ValueError(
+            f"data.seq_len={d.seq_len} does not divide over context {mesh.context}; nearest"
+            f" {nearest_multiples(d.seq_len, mesh.context)}"
+        )
+    if moe.experts % mesh.expert:
+        raise ValueError(
+            f"moe.experts={moe.experts} does not divide over expert {mesh.expert} ranks; nearest"
+            f" {nearest_multiples(moe.experts, mesh.expert)}"
+        )
+    if mesh.expert > 1 and run.routing.exchange == "local":
+        raise ValueError(
+            f"routing.exchange=local needs mesh.expert=1, asked {mesh.expert}; nearest: mesh.expert=1 or routing.exchange=pooled_wave"
+        )
+    if run.routing.exchange == "pooled_wave" and (moe.experts // mesh.expert) % run.routing.waves:
+        local = moe.experts // mesh.expert
+        legal = [w for w in range(1, local + 1) if local % w == 0]
+        raise ValueError(
+            f"routing.waves={run.routing.waves} does not divide the {local} experts of a rank; nearest"
+            f" {', '.join(map(str, sorted(legal, key=lambda w: abs(w - run.routing.waves))[:2]))}"
+        )
+    fsdp = mesh.data * mesh.expert
+    for label, size in (("model.width", m.width), ("model.vocab", m.vocab)):
+        if size % fsdp:
+            raise ValueError(
+                f"{label}={size:,} does not divide over data {mesh.data} x expert {mesh.expert} = {fsdp} devices; nearest"
+                f" {nearest_multiples(size, fsdp)}"
+            )
+    if not d.phases or d.phases[-1].until_frac != 1.0:
+        raise ValueError("data.phases must end at until_frac=1.0: the last phase lasts to the end of the run")
+    previous = 0.0
+    for phase in d.phases:
+        if not previous < phase.until_frac <= 1.0:
+            raise ValueError(
+                f"data.phases: {phase.name!r} ends at {phase.until_frac}, the one before it at {previous}; ends must rise to 1.0"
+            )
+        previous = phase.until_frac
+        if not phase.weights or any(not (math.isfinite(w) and w >= 0) for _, w in phase.weights) or sum(w for _, w in phase.weights) <= 0:
+            raise ValueError(f"data.phases: {phase.name!r} needs weights of at least 0 with a sum above 0, got {phase.weights!r}")
+        names = [n for n, _ in phase.weights]
+        if len(set(names)) != len(names):
+            raise ValueError(f"data.phases: {phase.name!r} names a source twice: {names}")
+
+
+# ---- JSON and overrides ------------------------------------------------------------------------
+
+
+def nearest(asked: str, known: typing.Iterable[str], count: int = 3) -> list[str]:
+    """The known names closest to what was asked, closest first."""
+    known = list(known)
+    return difflib.get_close_matches(asked, known, n=count, cutoff=0.0)
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """A run as plain JSON values."""
+    return dataclasses.asdict(run)
+
+
+def from_json(body: dict[str, Any]) -> Run:
+    """The run that `to_json` wrote.
+
+    Raises:
+        ValueError: for an unknown or a missing key, naming it and the nearest known ones.
+    """
+    return _build(Run, body, "")
+
+
+def _build(cls: Any, body: Any, path: str) -> Any:
+    if not isinstance(body, dict):
+        raise ValueError(f"{path or 'run'} must be an object with the fields of {cls.__name__}, got {body!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for name in body:
+        if name not in fields:
+            raise ValueError(f"unknown key {path}{name}; nearest: {', '.join(nearest(name, fields))}")
+    for name in fields:
+        if name not in body:
+            raise ValueError(f"missing key {path}{name}")
+    return cls(**{name: _coerce(fields[name].type, value, f"{path}{name}") for name, value in body.items()})
+
+
+def _coerce(kind: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, path + ".")
+    if path.endswith("phases"):
+        return tuple(_build(Phase, v, f"{path}[{i}].") for i, v in enumerate(value))
+    if path.endswith("weights"):
+        pairs = value.items() if isinstance(value, dict) else value
+        return tuple((str(n), float(w)) for n, w in pairs)
+    if kind is int and isinstance(value, float) and value == int(value):
+        return int(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, float, str) and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise ValueError(f"{path}={value!r} must be of type {kind.__name__}")
+    return value
+
+
+def keys(run: Run) -> dict[str, Any]:
+    """Every overridable key of a run with its value: `{'seed': 0, 'data.seq_len': 256, ...}`."""
+    found: dict[str, Any] = {}
+    for section in dataclasses.fields(run):
+        part = getattr(run, section.name)
+        if dataclasses.is_dataclass(part):
+            found |= {f"{section.name}.{f.name}": getattr(part, f.name) for f in dataclasses.fields(part)}
+        elif section.name != "recipe":
+            found[section.name] = part
+    return found
+
+
+def override(run: Run, settings: typing.Sequence[str]) -> Run:
+    """The run with `key=value` settings applied, all at once, then checked.
+
+    >>> from argosy.runs import pocket
+    >>> override(pocket.run(), ["data.seq_len=128", "moe.latent=none"]).data.seq_len
+    128
+
+    Raises:
+        ValueError: for an unknown key (naming the nearest three), a value of the wrong type, or an illegal run.
+    """
+    known = keys(run)
+    body = to_json(run)
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        key = key.strip()
+        if not sign:
+            raise ValueError(f"--set {setting!r} must have the form key=value, e.g. data.seq_len={run.data.seq_len}")
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}; nearest: {', '.join(nearest(key, known))}")
+        section, _, name = key.rpartition(".")
+        target = body[section] if section else body
+        target[name] = _parse(text.strip(), known[key], key)
+    return from_json(body)
+
+
+def _parse(text: str, like: Any, key: str) -> Any:
+    try:
+        if isinstance(like, str):
+            return text
+        if isinstance(like, int | float):
+            number = text.replace("_", "").replace(",", "")
+            value = float(number)
+            if isinstance(like, int):
+                if value != int(value):
+                    raise ValueError
+                return int(number) if number.lstrip("+-").isdigit() else int(value)
+            return value
+        return json.loads(text)
+    except (ValueError, OverflowError):
+        kind = "a whole number" if isinstance(like, int) else "a number" if isinstance(like, float) else "JSON"
+        raise ValueError(f"{key}={text!r} must be {kind}; it is now {like!r}") from None
+
+
+def difference(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ: `{key: (value in a, value in b)}`."""
+    left, right = keys(a), keys(b)
+    return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+
+

@@ -1,0 +1,20 @@
+"""The strict world of the tests: eight CPU devices, strict dtypes, no silent rank promotion, warnings are errors."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def pocket():
+    """The pocket run, shrunk where a test does not need its size."""
+    from argosy.runs import pocket as recipe
+
+    return recipe.run()
