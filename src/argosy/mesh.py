@@ -38,3 +38,11 @@ def make(run: spec.Run) -> Mesh:
 def abstract(run: spec.Run) -> AbstractMesh:
     """The run's mesh without devices, for shape and sharding checks at any scale."""
     return AbstractMesh(sizes(run), spec.AXES, axis_types=(AxisType.Explicit,) * 4)
+
+
+def gather(w: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A weight in the dtype of a product, whole on every device: cast first, so that fewer bytes travel.
+
+    The gradient comes back summed over the batch, in the weight's own dtype and sharding.
+    """
+    return jax.sharding.reshard(w.astype(dtype), P())
