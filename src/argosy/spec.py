@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import typing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -237,12 +238,12 @@ def nearest_multiples(value: int, unit: int) -> str:
     return f"{low + unit}" if low <= 0 else f"{low} or {low + unit}"
 
 
-def _positive(section: str, name: str, value: float) -> None:
+def _positive(section: str, name: str, value: int | float) -> None:
     if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
         raise ValueError(f"{section}.{name}={value!r} must be a finite number above 0; e.g. {section}.{name}=1")
 
 
-def _fraction(section: str, name: str, value: float) -> None:
+def _fraction(section: str, name: str, value: int | float) -> None:
     if not (math.isfinite(value) and 0 <= value <= 1):
         raise ValueError(f"{section}.{name}={value!r} is a fraction: 0 to 1; nearest legal {min(max(value, 0), 1) if math.isfinite(value) else 0}")
 
@@ -359,7 +360,7 @@ def check(run: Run) -> None:
 # ---- JSON and overrides ------------------------------------------------------------------------
 
 
-def nearest(asked: str, known: typing.Iterable[str], count: int = 3) -> list[str]:
+def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names closest to what was asked, closest first."""
     known = list(known)
     return difflib.get_close_matches(asked, known, n=count, cutoff=0.0)
@@ -421,7 +422,7 @@ def keys(run: Run) -> dict[str, Any]:
     return found
 
 
-def override(run: Run, settings: typing.Sequence[str]) -> Run:
+def override(run: Run, settings: Sequence[str]) -> Run:
     """The run with `key=value` settings applied, all at once, then checked.
 
     >>> from argosy.runs import pocket
