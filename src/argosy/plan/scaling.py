@@ -135,7 +135,9 @@ def outside(run: spec.Run) -> list[str]:
     if d.seq_len != fit.seq_len:
         found.append(f"data.seq_len={d.seq_len:,}: fitted at {fit.seq_len:,} alone")
     if fit.experts and (moe.experts, moe.experts_per_token) != fit.experts:
-        found.append(f"{moe.experts:,} experts, top-{moe.experts_per_token}: fitted at {fit.experts[0]}, top-{fit.experts[1]}, alone")
+        found.append(
+            f"{moe.experts:,} experts, top-{moe.experts_per_token}: fitted at {fit.experts[0]}, top-{fit.experts[1]}, alone"
+        )
     for name, lr in zip(("adam_lr", "muonh_lr"), _uncapped(run), strict=True):
         if lr > LR_CAP:
             found.append(f"{name}: the rule gives {lr:.4g} and is cut to its cap {LR_CAP}")
