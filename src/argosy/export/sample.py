@@ -1,0 +1,61 @@
+"""Text from a trained run: simple and dropless, the whole window recomputed for every token."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from argosy import mesh as meshes
+from argosy import spec
+from argosy.data.loader import Batch
+from argosy.model import transformer
+from argosy.train import step as steps
+
+
+def sample(
+    run: spec.Run, state: steps.State, tokenizer: Any, prompt: str, *, tokens: int, temperature: float, seed: int
+) -> Iterator[str]:
+    """Pieces of text that continue a prompt, until `<|doc|>` (token 0) ends the document or `tokens` are drawn.
+
+    `temperature` 0 takes the likeliest token. The window is the run's sequence length: older tokens fall out.
+
+    Raises:
+        ValueError: for a negative temperature or a count below 1.
+    """
+    if temperature < 0 or tokens < 1:
+        raise ValueError(f"temperature={temperature}, tokens={tokens}: temperature is at least 0, tokens at least 1")
+    window = run.data.seq_len
+    ids = [0, *tokenizer.encode(prompt).ids]
+    rows = run.mesh.replica * run.mesh.data * run.mesh.expert
+
+    @jax.jit
+    def draw(params: Any, bias: Array, batch: Batch, last: Array, key: Array) -> Array:
+        logits = transformer.logits_at(params, bias, batch, last, run)
+        if temperature == 0:
+            return jnp.argmax(logits)
+        return jax.random.categorical(key, logits / temperature)
+
+    mesh = meshes.make(run)
+    key = jax.random.key(seed)
+    shown = tokenizer.decode(ids[1:])
+    with jax.set_mesh(mesh):
+        for i in range(tokens):
+            recent = ids[-window:]
+            row = np.zeros((rows, window), np.int32)
+            row[:, : len(recent)] = recent
+            zero = np.zeros_like(row)
+            batch = jax.tree.map(
+                lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, meshes.B_S)),
+                Batch(tokens=row, labels=zero, doc_start=zero, valid=np.broadcast_to(np.arange(window) < len(recent), row.shape)),
+            )
+            token = int(draw(state.params, state.router_bias, batch, jnp.int32(len(recent) - 1), jax.random.fold_in(key, i)))
+            if token == 0:
+                return
+            ids.append(token)
+            text = tokenizer.decode(ids[1:])
+            if not text.endswith("\ufffd"):  # wait for the rest of a character
+                yield text[len(shown) :]
+                shown = text

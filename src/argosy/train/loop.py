@@ -1,0 +1,206 @@
+"""The training loop, top to bottom. It knows neither the run store nor the page: it is given functions."""
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from argosy import mesh as meshes
+from argosy import spec
+from argosy.data import loader
+from argosy.plan import flops, hardware
+from argosy.train import checkpoint
+from argosy.train import step as steps
+
+Row = dict[str, float]
+
+
+class Diverged(ValueError):
+    """The loss is no longer a finite number."""
+
+
+def train(
+    run: spec.Run,
+    host: spec.Host,
+    corpus: Any,
+    *,
+    record: Callable[[int, Row], None],
+    event: Callable[..., None],
+    evaluate: Callable[[steps.State], Row],
+    progress: Callable[[int, Row], None],
+    stop_after: int | None = None,
+) -> steps.State:
+    """Train a run from its last checkpoint, or from its seed, to its end; return the final state.
+
+    `record(step, row)` takes the metrics once `step` updates are finished, `event(kind, step, **fields)` what
+    happened, `evaluate(state)` gives held-out metrics, `progress(step, row)` is told of every update.
+    `stop_after` ends the call once the run has that many finished updates; SIGTERM and SIGINT end it after the
+    update under way. Either way a checkpoint is written first.
+
+    Raises:
+        ValueError: when the run needs what this machine or this version does not have.
+        Diverged: when the loss is not finite; the last checkpoint is from before.
+        OSError: when the disk refuses a checkpoint or the log; the last checkpoint is intact.
+    """
+    mesh = meshes.make(run)
+    end = min(spec.steps(run), stop_after or spec.steps(run))
+    peak = peak_flops(run)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        saved = stack.enter_context(checkpoint.open_manager(host.folder, host.keep_checkpoints))
+        stopping = stack.enter_context(stop_signals())
+
+        state, broken = checkpoint.restore(saved, steps.abstract(run, mesh))
+        for line in broken:
+            event("checkpoint_broken", 0, message=line)
+        if state is None:
+            state = steps.init(run, mesh)
+            record(0, evaluate(state))
+        done = saved_at = int(state.step)
+        train_step = steps.compiled(run)
+        batches = stack.enter_context(loader.prefetch(run, corpus, mesh, done, end))
+
+        clock = Clock(run, peak)
+        unread: tuple[int, steps.Stats] | None = None
+        while done < end and not stopping:
+            with clock.part("loading"):
+                batch = next(batches)
+            state, stats = train_step(state, batch)
+            if unread is not None:  # read one update behind, so that the device never waits for the log
+                note(run, *unread, clock, record, progress)
+            done += 1
+            unread = (done, stats)
+            if due_evaluation(run, done) or due_save(done, end, clock, host) or stopping:
+                note(run, *unread, clock, record, progress)
+                unread = None
+            if due_evaluation(run, done):
+                with clock.part("evaluation"):
+                    record(done, evaluate(state))
+            if due_save(done, end, clock, host) or stopping:
+                with clock.part("checkpoint"):
+                    checkpoint.save(saved, state, done)
+                clock.saved()
+                saved_at = done
+        if unread is not None:
+            note(run, *unread, clock, record, progress)
+        if done > saved_at:
+            checkpoint.save(saved, state, done)
+        saved.wait_until_finished()
+    return state
+
+
+def due_evaluation(run: spec.Run, done: int) -> bool:
+    """Whether a held-out evaluation follows the `done`-th update: at every `every_frac` of the run, and its end."""
+    total = spec.steps(run)
+    every = run.evals.every_frac * total
+    return done == total or math.floor(done / every) > math.floor((done - 1) / every)
+
+
+def due_save(done: int, end: int, clock: "Clock", host: spec.Host) -> bool:
+    return done == end or clock.since_save() >= host.checkpoint_every_s
+
+
+def note(run: spec.Run, done: int, stats: steps.Stats, clock: "Clock", record: Any, progress: Any) -> None:
+    """Read an update's statistics from the device, log them, and refuse to go on with a loss that is not finite."""
+    stats = jax.device_get(stats)
+    row = steps.metrics(run, done, stats) | clock.lap(done)
+    record(done, row)
+    progress(done, row)
+    if not math.isfinite(row["train/loss"]):
+        raise Diverged(
+            f"the loss is {row['train/loss']} after update {done:,} of {spec.steps(run):,}; training stops, the last"
+            f" checkpoint is from before; a lower optim.lr_scale (now {run.optim.lr_scale}) is the usual remedy"
+        )
+
+
+class Clock:
+    """Wall time between finished updates, and the parts of it that were not the update itself.
+
+    `iteration_time` is everything between two finished updates: loading, checkpoints, the log, garbage
+    collection (a timer around the step alone hides those). Evaluation is taken out of the rates and logged beside.
+    """
+
+    def __init__(self, run: spec.Run, peak: float):
+        self.run, self.peak = run, peak
+        self.tick = self.save_tick = time.perf_counter()
+        self.parts: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
+
+    def since_save(self) -> float:
+        return time.perf_counter() - self.save_tick
+
+    def saved(self) -> None:
+        self.save_tick = time.perf_counter()
+
+    def lap(self, done: int) -> Row:
+        """The throughput metrics of the update that was just read."""
+        now = time.perf_counter()
+        iteration, parts = now - self.tick, self.parts
+        self.tick, self.parts = now, {}
+        busy = max(iteration - parts.get("evaluation", 0.0), 1e-9)
+        per_step = flops.train_step(self.run)
+        return {
+            "throughput/iteration_time": iteration,
+            "throughput/duration": busy - parts.get("checkpoint", 0.0),
+            "throughput/loading_time": parts.get("loading", 0.0),
+            "throughput/checkpoint_time": parts.get("checkpoint", 0.0),
+            "throughput/evaluation_time": parts.get("evaluation", 0.0),
+            "throughput/tokens_per_second": spec.tokens_per_step(self.run) / busy,
+            "throughput/gflops_per_second": per_step / busy / 1e9,
+            "throughput/mfu": per_step / busy / self.peak,
+            "throughput/total_tokens": float(done * spec.tokens_per_step(self.run)),
+            "throughput/total_gflops": done * per_step / 1e9,
+            "memory/process_gib": psutil.Process().memory_info().rss / 2**30,
+        }
+
+
+def peak_flops(run: spec.Run) -> float:
+    """What all devices of the run could do, in FLOP/s: measured on a CPU, from the hardware table elsewhere.
+
+    On a CPU it is the best of a few products of two 2,048 x 2,048 float32 matrices, the machine's sgemm.
+    """
+    if jax.default_backend() != "cpu":
+        return spec.devices(run) * hardware.peak_flops(run.compute.chip, run.compute.precision)
+    with jax.set_mesh(jax.sharding.Mesh(np.asarray(jax.devices()[:1]), "x")):
+        a = jnp.ones((2048, 2048), jnp.float32)
+        product = jax.jit(jnp.matmul)
+        product(a, a).block_until_ready()
+        best = math.inf
+        for _ in range(5):
+            start = time.perf_counter()
+            product(a, a).block_until_ready()
+            best = min(best, time.perf_counter() - start)
+    return 2 * 2048**3 / best
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """A list that fills when SIGTERM or SIGINT arrives; a second SIGINT interrupts at once."""
+    seen: list[str] = []
+
+    def handler(number: int, _frame: Any) -> None:
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(signal.Signals(number).name)
+
+    try:
+        before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: signals are somebody else's
+        before = {}
+    try:
+        yield seen
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
