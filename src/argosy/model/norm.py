@@ -1,7 +1,7 @@
 """RMS norms, computed in float32, and the gated norm that follows every full-width one."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ EPS = 1e-5  # full-width and latent norms (reference_run 1.1)
 
 
 class GatedNorm(NamedTuple):
-    """Parameters of one gated norm: an RMS gain and a low-rank gate."""
+    """One gated norm: an RMS gain and a low-rank gate. Holds leaves, arrays, or whatever is mapped over them."""
 
-    gain: Leaf | Float[Array, "D"]
-    down: Leaf | Float[Array, "D R"]
-    up: Leaf | Float[Array, "R D"]
+    gain: Any  # D
+    down: Any  # D R
+    up: Any  # R D
 
 
 def leaves(model: spec.Model) -> GatedNorm:
