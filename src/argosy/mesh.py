@@ -43,6 +43,6 @@ def abstract(run: spec.Run) -> AbstractMesh:
 def gather(w: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A weight in the dtype of a product, whole on every device: cast first, so that fewer bytes travel.
 
-    The gradient comes back summed over the batch, in the weight's own dtype and sharding.
+    The gradient comes back summed over the batch in that dtype, then in the weight's own dtype and sharding.
     """
     return jax.sharding.reshard(w.astype(dtype), P())
