@@ -1,0 +1,118 @@
+"""Who computes which token: the sparse block of a layer, and the transports that it may use."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float
+
+from argosy import mesh, spec
+from argosy.leaf import Leaf
+from argosy.model import experts, router
+from argosy.model.exchange.dense import dense
+from argosy.model.exchange.layout import Ledger
+from argosy.model.exchange.local import local
+
+__all__ = ["Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
+
+_TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {"dense": dense, "local": local}
+
+
+class Moe(NamedTuple):
+    """The parameters of one sparse block."""
+
+    router: Any  # D E
+    experts: experts.Experts
+
+
+class MoeStats(NamedTuple):
+    """What one sparse block reports of one step, over the whole batch."""
+
+    ledger: Ledger
+    routing: router.Stats
+    aux_loss: Float[Array, ""]  # weighted, to be added to the loss; zero unless routing.balance=aux_loss
+    next_bias: Float[Array, "E"]
+
+
+def leaves(run: spec.Run) -> Moe:
+    """The leaves of one sparse block."""
+    return Moe(router.leaf(run), experts.leaves(run))
+
+
+def transport(name: str) -> Callable[..., tuple[jax.Array, Ledger]]:
+    """The function that carries tokens to experts and back.
+
+    Raises:
+        ValueError: for a transport that this version does not have.
+    """
+    if name not in _TRANSPORTS:
+        raise ValueError(
+            f"routing.exchange={name!r} is not built yet: this version has {', '.join(_TRANSPORTS)};"
+            f" nearest legal: --set routing.exchange=local with mesh.expert=1"
+        )
+    return _TRANSPORTS[name]
+
+
+def moe(
+    p: Moe,
+    x: Float[Array, "B S D"],
+    bias: Float[Array, "E"],
+    valid: Bool[Array, "B S"],
+    run: spec.Run,
+    *,
+    capacity: Literal["bounded", "dropless"] | None = None,
+) -> tuple[Float[Array, "B S D"], MoeStats]:
+    """Routed plus shared experts of normed activations, and what the router saw (reference_run 1.2, 2).
+
+    `bias` is the router's state; the next step's is in the stats. `capacity` overrides the run's, for evaluations
+    that must drop nothing. Tokens that are not `valid` give zeros, take no capacity, and count in no statistic.
+    """
+    carry = transport(run.routing.exchange)
+    x = jnp.where(valid[:, :, None], x, jnp.zeros((), x.dtype))
+    u = x if p.experts.latent is None else experts.latent_down(p.experts.latent, x)
+    s = jnp.einsum("bsd,de->bse", x, mesh.gather(p.router, x.dtype), preferred_element_type=jnp.float32)
+    over = () if run.routing.exchange == "dense" else ("expert",)  # the oracle holds every expert
+    routed_spec = P(*(over or (None,)), None, None)
+    weights = jax.tree.map(lambda w: jax.sharding.reshard(w.astype(x.dtype), routed_spec), p.experts.routed)
+    shard = jax.shard_map(
+        partial(_shard, run=run, carry=carry, over=over, capacity=capacity or run.routing.capacity),
+        in_specs=(jax.tree.map(lambda _: routed_spec, weights), mesh.B_S_D, mesh.B_S_D, P(None), mesh.B_S),
+        out_specs=(mesh.B_S_D, P()),
+    )
+    y, stats = shard(weights, u, s, bias, valid)
+    if p.experts.latent is not None:
+        y = experts.latent_up(p.experts.latent, y)
+    if p.experts.shared is not None:
+        y = y + experts.shared(p.experts.shared, x)
+    return y, stats
+
+
+def _shard(
+    p: experts.Routed,
+    u: jax.Array,
+    s: jax.Array,
+    bias: jax.Array,
+    valid: jax.Array,
+    *,
+    run: spec.Run,
+    carry: Callable,
+    over: tuple[str, ...],
+    capacity: str,
+) -> tuple[jax.Array, MoeStats]:
+    """One shard's part: routing, exchange and statistics over its tokens."""
+    tokens = valid.size
+    x, s, ok = u.reshape(tokens, u.shape[-1]), s.reshape(tokens, s.shape[-1]), valid.reshape(tokens)
+    routing = router.route(s, bias, run.moe.experts_per_token, run.moe.combine_sum)
+    stats = router.statistics(s, routing, ok, bias, spec.AXES)
+    elsewhere = tuple(axis for axis in spec.AXES if axis not in over)
+    p = jax.tree.map(lambda w: jax.lax.pcast(w, elsewhere, to="varying"), p)  # one sum of gradients, at the end
+    y, ledger = carry(p, x, routing.experts, routing.weights, ok, run.routing, capacity)
+    aux = jnp.float32(0)
+    if run.routing.balance == "aux_loss":
+        aux = run.routing.aux_loss_weight * router.balance_loss(s, stats.load, ok, spec.AXES)
+    following = router.next_bias(s, routing, ok, stats, bias, run.routing, spec.AXES)
+    total = jax.tree.map(lambda n: jax.lax.psum(n, spec.AXES), ledger)
+    return y.reshape(u.shape), MoeStats(total, stats, aux, following)

@@ -1,0 +1,127 @@
+"""Where every assignment goes: static sizes, ranks, rows, and the ledger of what was dropped."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_RANK_BLOCK = 128  # tokens ranked by one triangular product
+
+
+class Ledger(NamedTuple):
+    """What became of the assignments of one layer and step; int32, which holds T x K up to 2^31.
+
+    Always `accepted + sender_dropped + receiver_dropped + padding == assignments` and
+    `valid + padding == assignments`. *Sender*: refused before transport for want of a sender's pool;
+    *receiver*: refused for receiver capacity.
+    """
+
+    assignments: Int[Array, ""]
+    valid: Int[Array, ""]
+    accepted: Int[Array, ""]
+    sender_dropped: Int[Array, ""]
+    receiver_dropped: Int[Array, ""]
+    padding: Int[Array, ""]
+
+
+class Ranks(NamedTuple):
+    """The order of assignments within their experts: flat token-major, so that earlier tokens win."""
+
+    rank: Int[Array, "T K"]  # how many valid assignments before this one chose the same expert
+    load: Int[Array, "E"]  # valid assignments of each expert
+
+
+class Slots(NamedTuple):
+    """A one-to-one map between kept assignments and rows of a buffer [E, C, Z]."""
+
+    row: Int[Array, "T K"]  # e * C + rank of an assignment; E * C where it is refused or padding
+    source: Int[Array, "E C"]  # t * K + k of a row's assignment; T * K where the row is empty
+
+
+def capacity_rows(assignments: int, experts: int, factor: float) -> int:
+    """Rows per expert: the mean load times the capacity factor, rounded up, at least 1.
+
+    >>> capacity_rows(16_384, 64, 1.15), capacity_rows(8, 64, 1.0)
+    (295, 1)
+    """
+    return max(1, math.ceil(factor * assignments / experts))
+
+
+def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Ranks:
+    """Rank of every assignment within its expert, and the load of each of `count` experts.
+
+    Exact for up to 2^24 assignments on this shard (ranks are summed as float32 products of zeros and ones).
+    """
+    tokens, k = experts.shape
+    if tokens * k >= 1 << 24:
+        raise ValueError(f"{tokens:,} tokens x {k} experts per token on one shard: ranks are exact below 2^24 = {1 << 24:,}")
+    ids = jnp.arange(count, dtype=experts.dtype)
+    hit = (experts[:, :, None] == ids[None, None, :]) & valid[:, None, None]
+    taken = jnp.sum(hit, 1, dtype=jnp.int32).astype(jnp.float32)  # T E
+    pad = -tokens % _RANK_BLOCK
+    blocks = jnp.pad(taken, ((0, pad), (0, 0))).reshape(-1, _RANK_BLOCK, count)
+    earlier = jnp.tril(jnp.ones((_RANK_BLOCK, _RANK_BLOCK), jnp.float32), -1)
+    within = jnp.einsum("ts,nse->nte", earlier, blocks)
+    total = jnp.sum(blocks, 1)
+    before = jnp.cumsum(total, 0) - total
+    ahead = (within + before[:, None, :]).reshape(-1, count)[:tokens]
+    rank = jnp.take_along_axis(ahead, experts, axis=1).astype(jnp.int32)
+    twice = jnp.tril(experts[:, :, None] == experts[:, None, :], -1)  # the same expert earlier in the same token
+    return Ranks(rank + jnp.sum(twice, 2, dtype=jnp.int32), jnp.sum(total, 0).astype(jnp.int32))
+
+
+def slots(experts: Int[Array, "T K"], rank: Int[Array, "T K"], keep: Bool[Array, "T K"], count: int, rows: int) -> Slots:
+    """Rows for the kept assignments, whose ranks are below `rows`, and the way back."""
+    row = jnp.where(keep, experts * rows + rank, count * rows)
+    flat = jnp.arange(row.size, dtype=jnp.int32)
+    source = jnp.full((count * rows,), row.size, jnp.int32).at[row.reshape(-1)].set(flat, mode="drop")
+    return Slots(row, source.reshape(count, rows))
+
+
+def ledger(valid: Bool[Array, "T"], k: int, sender_dropped: Int[Array, ""], receiver_dropped: Int[Array, ""]) -> Ledger:
+    """The ledger of this shard; sums over shards are sums of fields."""
+    assignments = jnp.int32(valid.size * k)
+    good = jnp.sum(valid, dtype=jnp.int32) * k
+    return Ledger(
+        assignments, good, good - sender_dropped - receiver_dropped, sender_dropped, receiver_dropped, assignments - good
+    )
+
+
+# ---- moving rows: each is the other's transpose, both are gathers -------------------------------
+
+
+def _take(x, index):
+    """Rows `index` of x, zeros where the index is past the end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _tokens(source: jax.Array, k: int) -> jax.Array:
+    return source // k  # an empty row's T * K becomes T, past the last token
+
+
+@jax.custom_vjp
+def dispatch(x: Float[Array, "T Z"], at: Slots) -> Float[Array, "E C Z"]:
+    """The buffer of rows: a copy of each kept assignment's token, zeros in empty rows. One gather."""
+    return _take(x, _tokens(at.source, at.row.shape[1]))
+
+
+@jax.custom_vjp
+def collect(rows: Float[Array, "E C Z"], at: Slots) -> Float[Array, "T Z"]:
+    """The sum of each token's rows, accumulated in float32; refused assignments add nothing."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    return jnp.sum(_take(flat, at.row).astype(jnp.float32), 1).astype(rows.dtype)
+
+
+dispatch.defvjp(lambda x, at: (dispatch(x, at), at), lambda at, g: (collect(g, at), None))
+collect.defvjp(lambda rows, at: (collect(rows, at), at), lambda at, g: (dispatch(g, at), None))
+
+
+@jax.custom_vjp
+def scale(weights: Float[Array, "T K"], at: Slots) -> Float[Array, "E C"]:
+    """The combine weight of each row, zero for empty ones."""
+    return _take(weights.reshape(-1), at.source)
+
+
+scale.defvjp(lambda w, at: (scale(w, at), at), lambda at, g: (_take(g.reshape(-1), at.row), None))

@@ -1,0 +1,240 @@
+"""Logits to experts and weights, and the bias that balances them: quantile balancing and its alternatives."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy import spec
+from argosy.leaf import Leaf
+
+
+class Routing(NamedTuple):
+    """Who computes which token."""
+
+    experts: Int[Array, "T K"]  # by falling biased logit; int32
+    weights: Float[Array, "T K"]  # combine weights, from unbiased logits; float32
+    threshold: Float[Array, "T"]  # alpha: the (K+1)-th biased logit, at K = E the K-th
+
+
+class Stats(NamedTuple):
+    """Routing of one layer over the valid tokens of the whole batch; outputs of the step, all float32 but `load`."""
+
+    load: Int[Array, "E"]  # assignments that chose each expert, before any drop
+    entropy: Float[Array, ""]  # -sum p ln(p + 1e-6) of the load fractions; at most ln E
+    max_load: Float[Array, ""]  # largest load over the mean load
+    load_balancing_loss: Float[Array, ""]  # E sum_e K f_e mean_t softmax(s)_e; K at balance
+    z: Float[Array, ""]  # mean of logsumexp(s)^2
+    margin_min: Float[Array, ""]
+    margin_max: Float[Array, ""]
+    bias_min: Float[Array, ""]  # of the bias that was used
+    bias_max: Float[Array, ""]
+
+
+def leaf(run: spec.Run) -> Leaf:
+    """The router's weight, whole on every device (reference_run 2, step 1)."""
+    d, e = run.model.width, run.moe.experts
+    return Leaf("D E", (d, e), P(None, None), 0.5 / d**0.5, "gate", "router")
+
+
+@jax.custom_vjp
+def _pick(s: Float[Array, "T E"], experts: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    return jnp.take_along_axis(s, experts, axis=1)
+
+
+def _unpick(saved, g):
+    experts, width = saved
+    ids = jnp.arange(width.shape[0], dtype=experts.dtype)
+    return jnp.sum(jnp.where(experts[:, :, None] == ids[None, None, :], g[:, :, None], 0.0), 1), None
+
+
+_pick.defvjp(lambda s, experts: (_pick(s, experts), (experts, jnp.zeros(s.shape[1:]))), _unpick)
+
+
+def route(s: Float[Array, "T E"], bias: Float[Array, "E"], k: int, combine_sum: float) -> Routing:
+    """Top-k of the biased logits, weighted by the unbiased ones (reference_run 2, steps 1-3).
+
+    `s` is float32. Ties go to the lower index. Weights are `combine_sum * sigmoid(s) / (sum of the chosen
+    sigmoids + 1e-9)`; gradient reaches `s` through them alone, and never the bias.
+    """
+    count = s.shape[1]
+    biased = jax.lax.stop_gradient(s + bias[None, :])
+    top, index = jax.lax.top_k(biased, min(k + 1, count))
+    experts = index[:, :k]
+    score = jax.nn.sigmoid(_pick(s, experts))
+    weights = combine_sum * score / (jnp.sum(score, 1, keepdims=True) + 1e-9)
+    return Routing(experts, weights, top[:, -1])
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def _load(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Int[Array, "E"]:
+    ids = jnp.arange(count, dtype=experts.dtype)
+    hit = (experts[:, :, None] == ids[None, None, :]) & valid[:, None, None]
+    return jnp.sum(hit, (0, 1), dtype=jnp.int32)
+
+
+def balance_loss(
+    s: Float[Array, "T E"], load: Int[Array, "E"], valid: Bool[Array, "T"], axes: tuple[str, ...]
+) -> Float[Array, ""]:
+    """E * sum_e f_e p_e over the whole batch: 1 at balance (Switch Transformer, arXiv 2101.03961, eq. 4).
+
+    f_e: the fraction of assignments that chose e (`load`, summed over `axes` already; no gradient);
+    p_e: the mean over valid tokens of softmax(s)_e, summed over `axes` here, so that the value does not depend on the layout.
+    """
+    p = jax.lax.psum(jnp.sum(jnp.where(valid[:, None], jax.nn.softmax(s, 1), 0.0), 0), axes)
+    tokens = jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes)
+    f = load.astype(jnp.float32) / jnp.maximum(jnp.sum(load), 1).astype(jnp.float32)
+    return s.shape[1] * jnp.sum(f * p) / jnp.maximum(tokens, 1).astype(jnp.float32)
+
+
+def statistics(
+    s: Float[Array, "T E"],
+    routing: Routing,
+    valid: Bool[Array, "T"],
+    bias: Float[Array, "E"],
+    axes: tuple[str, ...] = (),
+) -> Stats:
+    """Statistics over the valid tokens of all shards along the mesh axes `axes` (reference_run 7.1). No gradient."""
+    s = jax.lax.stop_gradient(s)
+    k, count = routing.experts.shape[1], s.shape[1]
+    load = jax.lax.psum(_load(routing.experts, valid, count), axes)
+    share = load.astype(jnp.float32) / jnp.maximum(jnp.sum(load), 1).astype(jnp.float32)
+    tokens = jnp.maximum(jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes), 1).astype(jnp.float32)
+    z = jnp.sum(jnp.where(valid, jnp.square(jax.nn.logsumexp(s, 1)), 0.0))
+    lowest, highest = margin_range(s, routing.threshold, valid, axes)
+    return Stats(
+        load=load,
+        entropy=-jnp.sum(share * jnp.log(share + 1e-6)),
+        max_load=count * jnp.max(share),
+        load_balancing_loss=k * balance_loss(s, load, valid, axes),
+        z=jax.lax.psum(z, axes) / tokens,
+        margin_min=lowest,
+        margin_max=highest,
+        bias_min=jnp.min(bias),
+        bias_max=jnp.max(bias),
+    )
+
+
+def margin_range(
+    s: Float[Array, "T E"], threshold: Float[Array, "T"], valid: Bool[Array, "T"], axes: tuple[str, ...]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Smallest and largest margin s - threshold over all shards; +inf and -inf without a valid token."""
+    margin = jax.lax.stop_gradient(s - threshold[:, None])
+    low = jnp.min(jnp.where(valid[:, None], margin, jnp.inf))
+    high = jnp.max(jnp.where(valid[:, None], margin, -jnp.inf))
+    return jax.lax.pmin(low, axes), jax.lax.pmax(high, axes)
+
+
+# ---- the next step's bias ------------------------------------------------------------------------
+
+
+def next_bias(
+    s: Float[Array, "T E"],
+    routing: Routing,
+    valid: Bool[Array, "T"],
+    stats: Stats,
+    bias: Float[Array, "E"],
+    run: spec.Routing,
+    axes: tuple[str, ...] = (),
+) -> Float[Array, "E"]:
+    """The bias of the next step, zero-mean, by `run.balance`. No gradient; zero where all experts are chosen (K = E).
+
+    `quantile`: minus the upper K/E quantile of each expert's margins, set and not accumulated (reference_run 2,
+    steps 4-6). `sign_bias`: a fixed step towards the mean load (arXiv 2408.15664). `aux_loss`: zero.
+    """
+    k, count = routing.experts.shape[1], s.shape[1]
+    if k == count or run.balance == "aux_loss":
+        return jnp.zeros_like(bias)
+    if run.balance == "sign_bias":
+        mean = jnp.sum(stats.load).astype(jnp.float32) / count
+        moved = bias + run.sign_bias_step * jnp.sign(mean - stats.load.astype(jnp.float32))
+        return moved - jnp.mean(moved)
+    margin = jax.lax.stop_gradient(s - routing.threshold[:, None])
+    beta = quantile(margin, valid, k, stats.margin_min, stats.margin_max, run.histogram_bins, axes)
+    some = jnp.sum(stats.load) > 0
+    return jnp.where(some, jnp.mean(beta) - beta, bias)
+
+
+def _grid(low, high, bins):
+    """Width of a bin; a range of zero, or of a few units in the last place, is widened."""
+    return jnp.maximum(high - low, 1e-6 * jnp.maximum(1.0, jnp.abs(low))) / bins
+
+
+def _bin(margin, low, width, bins):
+    return jnp.clip(jnp.floor((margin - low) / width), 0, bins - 1).astype(jnp.int32)
+
+
+def quantile(
+    margin: Float[Array, "T E"],
+    valid: Bool[Array, "T"],
+    k: int,
+    low: Float[Array, ""],
+    high: Float[Array, ""],
+    bins: int,
+    axes: tuple[str, ...] = (),
+) -> Float[Array, "E"]:
+    """Upper K/E quantile of each column over the valid tokens of all shards, from a histogram on one grid.
+
+    The crossing bin, the last with at least T K / E values in it or above, is found by bisection over the bins:
+    counting values above an edge is a compare and a sum, where filling `bins` counters per expert is a scatter.
+    The result is the histogram's to the last bit (`quantile_plain`).
+    """
+    count = margin.shape[1]
+    width = _grid(low, high, bins)
+    place = jnp.where(valid[:, None], _bin(margin, low, width, bins), -1)
+    tokens = jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes)
+    target = tokens * k  # in units of 1 / E of a token
+    need = (target + count - 1) // count
+
+    def halve(_, state):
+        below, above, c_below, c_above = state
+        middle = (below + above) // 2
+        c = jax.lax.psum(jnp.sum(place >= middle[None, :], 0, dtype=jnp.int32), axes)
+        enough = c >= need
+        return (
+            jnp.where(enough, middle, below),
+            jnp.where(enough, above, middle),
+            jnp.where(enough, c, c_below),
+            jnp.where(enough, c_above, c),
+        )
+
+    zero = jnp.zeros((count,), jnp.int32)
+    start = (zero, jnp.full((count,), bins, jnp.int32), zero + tokens, zero)
+    crossing, _, reached, passed = jax.lax.fori_loop(0, (bins - 1).bit_length(), halve, start)
+    return _interpolate(crossing, reached, reached - passed, target, count, low, width)
+
+
+def _interpolate(crossing, reached, inside, target, count, low, width):
+    """low + width * (bin + (reached - T K / E) / inside), the difference taken in whole numbers first."""
+    over = (reached - target // count).astype(jnp.float32) - (target % count).astype(jnp.float32) / count
+    return low + width * (crossing.astype(jnp.float32) + over / jnp.maximum(inside, 1).astype(jnp.float32))
+
+
+def quantile_plain(
+    margin: Float[Array, "T E"],
+    valid: Bool[Array, "T"],
+    k: int,
+    low: Float[Array, ""],
+    high: Float[Array, ""],
+    bins: int,
+    axes: tuple[str, ...] = (),
+) -> Float[Array, "E"]:
+    """The same quantile from a histogram that is really filled: the slow twin of `quantile`."""
+    count = margin.shape[1]
+    width = _grid(low, high, bins)
+    place = _bin(margin, low, width, bins)
+    columns = jnp.broadcast_to(jnp.arange(count)[None, :], place.shape)
+    ones = jnp.broadcast_to(valid[:, None], place.shape).astype(jnp.int32)
+    histogram = jax.lax.psum(jnp.zeros((count, bins), jnp.int32).at[columns, place].add(ones), axes)
+    above = jnp.cumsum(histogram[:, ::-1], 1)[:, ::-1]
+    target = jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes) * k
+    need = (target + count - 1) // count
+    crossing = jnp.sum(above >= need, 1, dtype=jnp.int32) - 1
+    here = crossing[:, None]
+    reached = jnp.take_along_axis(above, here, 1)[:, 0]
+    inside = jnp.take_along_axis(histogram, here, 1)[:, 0]
+    return _interpolate(crossing, reached, inside, target, count, low, width)
