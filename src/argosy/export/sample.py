@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from argosy import mesh as meshes
 from argosy import spec
-from argosy.data.loader import Batch
+from argosy.batch import Batch
 from argosy.model import transformer
 from argosy.train import step as steps
 
@@ -33,7 +33,7 @@ def sample(
 
     @jax.jit
     def draw(params: Any, bias: Array, batch: Batch, last: Array, key: Array) -> Array:
-        logits = transformer.logits_at(params, bias, batch, last, run)
+        logits = transformer.logits_at(params, bias, batch, 0, last, run)
         if temperature == 0:
             return jnp.argmax(logits)
         return jax.random.categorical(key, logits / temperature)

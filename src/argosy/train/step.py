@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from argosy import leaf, spec
-from argosy.data.loader import Batch
+from argosy.batch import Batch
 from argosy.model import transformer
 from argosy.train import optimizer, schedule
 
@@ -30,12 +30,12 @@ class State(NamedTuple):
 class Stats(NamedTuple):
     """What one step reports, all on device: scalars of the loss, norms by part, router records by layer."""
 
-    loss: Float[Array, ""]
-    cross_entropy: Float[Array, ""]
-    tokens: Int[Array, ""]
-    grad_norm: dict[str, Array]
-    param_norm: dict[str, Array]
-    layers: Any
+    loss: Any
+    cross_entropy: Any
+    tokens: Any
+    grad_norm: dict[str, Any]
+    param_norm: dict[str, Any]
+    layers: Any  # exchange.MoeStats, a leading L
 
 
 def init(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
@@ -65,19 +65,17 @@ def train_step(run: spec.Run, state: State, batch: Batch) -> tuple[State, Stats]
     """
     leaves = transformer.leaves(run)
 
-    def objective(params: Any) -> tuple[Array, tuple[Array, transformer.Losses]]:
+    def objective(params: Any) -> tuple[Array, transformer.Losses]:
         out = transformer.loss(params, state.router_bias, batch, run)
-        count = jnp.maximum(out.count, 1).astype(jnp.float32)
-        total = (out.nll + run.model.z_loss_weight * out.z) / count if run.model.z_loss == "logit" else out.nll / count
-        return total + out.aux, (total, out)
+        return out.sums.total / _count(out) + out.aux, out
 
-    grads, (total, out) = jax.grad(objective, has_aux=True)(state.params)
+    (total, out), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
     update = optimizer.make(run, leaves).update(grads, state.opt, state.params, state.step)
-    new = State(state.step + 1, update.params, update.state, out.next_bias)
+    new = State(state.step + 1, update.params, update.state, out.layers.next_bias)
     stats = Stats(
         loss=total,
-        cross_entropy=out.nll / jnp.maximum(out.count, 1).astype(jnp.float32),
-        tokens=out.count,
+        cross_entropy=out.sums.nll / _count(out),
+        tokens=out.sums.tokens,
         grad_norm=update.grad_norm,
         param_norm=update.param_norm,
         layers=out.layers,
@@ -85,19 +83,55 @@ def train_step(run: spec.Run, state: State, batch: Batch) -> tuple[State, Stats]
     return new, stats
 
 
+def _count(out: transformer.Losses) -> Array:
+    return jnp.maximum(out.sums.tokens, 1).astype(jnp.float32)
+
+
 def compiled(run: spec.Run) -> Any:
     """`train_step` of a run as one compiled program; the old state's memory is reused for the new."""
     return jax.jit(lambda state, batch: train_step(run, state, batch), donate_argnums=0)
 
 
-def learning_rates(run: spec.Run, step: int) -> dict[str, float]:
-    """Both groups' learning rates at a zero-based update, as logged."""
-    muonh, adam = schedule.learning_rates(run, step)
-    return {"optim/learning_rate": float(muonh), "optim/adam_lr": float(adam)}
-
-
 def eval_step(run: spec.Run, params: Any, router_bias: Array, batch: Batch) -> tuple[Array, Array]:
     """Summed cross-entropy in nats and the number of labels: dropless, with the pending bias, without z-loss."""
     nll = transformer.nll(params, router_bias, batch, run)
-    valid = batch.valid
-    return jnp.sum(jnp.where(valid, nll, 0.0)), jnp.sum(valid.astype(jnp.int32))
+    return jnp.sum(jnp.where(batch.valid, nll, 0.0)), jnp.sum(batch.valid, dtype=jnp.int32)
+
+
+def metrics(run: spec.Run, done: int, stats: Stats) -> dict[str, float]:
+    """The logged metrics of the update that made `done`, from statistics already on the host (reference_run 7.1).
+
+    Drop fractions are of valid assignments. Learning rates are those of the zero-based update `done - 1`.
+    """
+    ledger, routing = stats.layers.ledger, stats.layers.routing
+    valid = np.maximum(ledger.valid.astype(np.float64), 1)  # L
+    sender, receiver = ledger.sender_dropped / valid, ledger.receiver_dropped / valid
+    muonh_lr, adam_lr = schedule.learning_rates(run, done - 1)
+    row = {
+        "train/loss": stats.loss,
+        "train/cross_entropy_loss": stats.cross_entropy,
+        "run_progress": done / spec.steps(run),
+        "optim/learning_rate": muonh_lr,
+        "optim/adam_lr": adam_lr,
+        "moe/drop_fraction": np.mean(sender + receiver),
+        "moe/sender_drop_fraction": np.mean(sender),
+        "moe/receiver_drop_fraction": np.mean(receiver),
+        "moe/dropped_assignments": np.sum(ledger.sender_dropped.astype(np.int64) + ledger.receiver_dropped),
+        "train/router/routing_entropy_mean": np.mean(routing.entropy),
+        "train/router/load_max_over_mean": np.max(routing.max_load),
+        "train/router/load_balancing_loss": np.mean(routing.load_balancing_loss),
+        "train/router/router_z_loss": np.mean(routing.z),
+        "train/router/margin_min": np.min(routing.margin_min),
+        "train/router/margin_max": np.max(routing.margin_max),
+        "train/router/bias_min": np.min(routing.bias_min),
+        "train/router/bias_max": np.max(routing.bias_max),
+    }
+    for i in range(run.model.layers):
+        row |= {
+            f"train/router/layer_{i}/routing_entropy": routing.entropy[i],
+            f"train/router/layer_{i}/load_max_over_mean": routing.max_load[i],
+            f"train/router/layer_{i}/drop_fraction": (sender + receiver)[i],
+        }
+    row |= {f"grad/norm/{part}": value for part, value in stats.grad_norm.items()}
+    row |= {f"params/norm/{part}": value for part, value in stats.param_norm.items()}
+    return {name: float(value) for name, value in row.items()}

@@ -1,0 +1,20 @@
+"""What goes into a step: the one value that the data room makes and the model room reads."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Int
+from numpy import ndarray
+
+
+class Batch(NamedTuple):
+    """Packed sequences of whole documents, each stored as `<|doc|>` (token 0) and then its tokens.
+
+    The label of a position is the next token; that of a document's last token is the next document's `<|doc|>`,
+    so every byte of text is predicted exactly once, and `<|doc|>` ends it. Arrays live on the host (numpy) or on
+    the mesh.
+    """
+
+    tokens: Int[Array | ndarray, "B S"]  # int32
+    labels: Int[Array | ndarray, "B S"]  # int32
+    doc_start: Int[Array | ndarray, "B S"]  # int32: where in the sequence this token's document begins, 0 if before it
+    valid: Bool[Array | ndarray, "B S"]  # False for padding: no loss, no routing

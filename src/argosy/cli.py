@@ -1,0 +1,196 @@
+"""The command line. Each command is one function; what it prints as a table it also prints with `--json`."""
+
+import json as jsonlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from tyro.extras import SubcommandApp
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+
+from argosy import runs, spec
+
+Name = Annotated[str, Positional]
+Settings = Annotated[UseAppendAction[tuple[str, ...]], arg(name="set", metavar="KEY=VALUE")]
+As = Annotated[str, arg(name="as", metavar="RUN")]
+Json = Annotated[bool, FlagCreatePairsOff, arg(name="json")]
+Flag = Annotated[bool, FlagCreatePairsOff]
+
+app = SubcommandApp()
+data = SubcommandApp()
+app.command(data, name="data", help="Make corpora.")
+
+
+def default_home() -> Path:
+    return Path(os.environ.get("ARGOSY_HOME", "voyages"))
+
+
+def resolve(recipe: str, settings: Sequence[str], seed: int | None) -> spec.Run:
+    """A recipe with the command line's overrides."""
+    run = spec.override(runs.find(recipe), settings)
+    return run if seed is None else replace(run, seed=seed)
+
+
+def run_name(recipe: str, given: str) -> str:
+    """What a run is called: `--as`, or after its recipe (a file's function after the file).
+
+    Raises:
+        ValueError: for a name that would not be one folder.
+    """
+    path, _, function = recipe.rpartition(":")
+    name = given or (f"{Path(path).stem}-{function}" if path.endswith(".py") else recipe.replace("/", "-"))
+    if name in (".", "..") or any(c in name for c in "/\\\0") or name.startswith((".", "-")) or len(name) > 100:
+        raise ValueError(f"--as {name!r} must be a plain folder name, at most 100 characters; e.g. {recipe.split('/')[0]}-2")
+    return name
+
+
+def emit(body: Any) -> None:
+    """JSON, and nothing else, on standard output."""
+    print(jsonlib.dumps(body, indent=2, allow_nan=False, default=str))
+
+
+def console() -> Console:
+    return Console(highlight=False)
+
+
+@app.command
+def voyage(
+    recipe: Name,
+    /,
+    settings: Settings = (),
+    as_: As = "",
+    seed: int | None = None,
+    home: Path = default_home(),
+    port: int = 8700,
+) -> None:
+    """The main job, whole: plan, data, train, evaluate, summarise, with a live page.
+
+    Args:
+        recipe: A recipe's name (pocket, marin-535b, ...) or file.py:function.
+        settings: Override a field, e.g. data.seq_len=128.
+        as_: Name of the run; after the recipe by default.
+        seed: Seed of the run; the recipe's by default.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        port: First port to try for the page.
+    """
+    from argosy import voyage as job
+
+    host = spec.Host(home=home, name=run_name(recipe, as_), port=port)
+    job.whole(resolve(recipe, settings, seed), host)
+
+
+@app.command
+def train(
+    recipe: Name,
+    /,
+    settings: Settings = (),
+    as_: As = "",
+    seed: int | None = None,
+    home: Path = default_home(),
+    stop_after: int | None = None,
+) -> None:
+    """The training alone; a second call goes on from the last checkpoint.
+
+    Args:
+        recipe: A recipe's name or file.py:function.
+        settings: Override a field, e.g. data.seq_len=128.
+        as_: Name of the run; after the recipe by default.
+        seed: Seed of the run; the recipe's by default.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        stop_after: Stop, with a checkpoint, once this many updates of the run are finished.
+    """
+    from argosy import voyage as job
+
+    host = spec.Host(home=home, name=run_name(recipe, as_))
+    job.train_only(resolve(recipe, settings, seed), host, stop_after)
+
+
+@app.command
+def new(file: Annotated[Path, Positional], /) -> None:
+    """Write a commented recipe of your own.
+
+    Args:
+        file: The Python file to write, e.g. my_run.py; an existing file is left alone.
+    """
+    from argosy.runs import template
+
+    if file.suffix != ".py":
+        raise ValueError(f"argosy new {file}: a recipe is a Python file; nearest legal {file.with_suffix('.py')}")
+    try:
+        with file.open("x") as handle:
+            handle.write(template.TEXT.format(file=file, name=file.stem))
+    except FileExistsError:
+        raise ValueError(f"{file} exists and is left as it is; choose another name") from None
+    print(f"wrote {file}; try: argosy plan {file}:run")
+
+
+@app.command
+def plan(
+    recipe: Annotated[str, Positional] = "",
+    /,
+    settings: Settings = (),
+    seed: int | None = None,
+    price: float | None = None,
+    deadline: str | None = None,
+    goodput: float = 0.86,
+    chip: str = "",
+    chips: int = 0,
+    days: float = 0.0,
+    json: Json = False,
+) -> None:
+    """Parameters, FLOPs, tokens, memory, time and money of a run, or a run that fits given chips and days.
+
+    Args:
+        recipe: A recipe's name or file.py:function; left out for the inverse.
+        settings: Override a field, e.g. data.seq_len=8192.
+        seed: Seed of the run.
+        price: Price of a chip-hour, in your currency.
+        deadline: Days from now, or a date like 2027-03-31: prints the slack.
+        goodput: Share of wall time that trains.
+        chip: The inverse: propose a run for this chip ...
+        chips: ... this many of them ...
+        days: ... and this many days.
+        json: Print JSON alone.
+    """
+    from argosy.plan import cost, inverse, report
+
+    if chip or chips or days:
+        if recipe:
+            raise ValueError(f"argosy plan {recipe} --chip: name a recipe, or --chip, --chips and --days, not both")
+        proposal = inverse.propose(chip, chips, days, goodput=goodput)
+        emit(inverse.to_json(proposal)) if json else report.show_proposal(proposal, console())
+        return
+    if not recipe:
+        raise ValueError(f"argosy plan needs a recipe ({', '.join(runs.RECIPES)}) or --chip, --chips and --days")
+    planned = cost.plan(resolve(recipe, settings, seed), price=price, deadline=deadline, goodput=goodput)
+    emit(planned) if json else report.show(planned, console())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The entry point: a user's mistake ends with exit status 2 and a plain sentence, never a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    known = ("voyage", "train", "new", "plan", "data", "serve", "runs", "show", "diff", "sample")
+    try:
+        if args and not args[0].startswith("-") and args[0] not in known:
+            raise ValueError(f"unknown command {args[0]!r}; nearest: {', '.join(spec.nearest(args[0], known))}")
+        app.cli(prog="argosy", description="Plan, train and publish a sparse mixture-of-experts run.", args=args)
+    except ValueError as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+
+
+def fail(message: str, status: int) -> None:
+    print(f"argosy: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
