@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from argosy import mesh, spec
 from argosy.leaf import Leaf
 from argosy.model import norm, shortconv
+from argosy.model.attend import attend
 
 QK_EPS = 1e-6  # QK norm, and the exclusive output's denominator (reference_run 1.2)
 
@@ -146,23 +147,3 @@ def exclusive(y: Float[Array, "B S H A"], v: Float[Array, "B S N A"]) -> Float[A
 def head_gated(y: Float[Array, "B S H A"], logit: Float[Array, "B S H"]) -> Float[Array, "B S H A"]:
     """2 sigmoid(logit) y per head: unchanged where the logit is 0."""
     return (y.astype(jnp.float32) * (2 * jax.nn.sigmoid(logit.astype(jnp.float32)))[..., None]).astype(y.dtype)
-
-
-def attend_plain(
-    q: Float[Array, "B S H A"], k: Float[Array, "B S N A"], v: Float[Array, "B S N A"], lower: Int[Array, "B S"]
-) -> Float[Array, "B S H A"]:
-    """Attention of query i over the keys lower[i] <= j <= i, in float32 with all S x S scores: the slow twin."""
-    b, s, h, a = q.shape
-    n = k.shape[2]
-    wide = q.astype(jnp.float32).reshape(b, s, n, h // n, a)
-    scores = jnp.einsum("bsnga,btna->bngst", wide, k.astype(jnp.float32)) / np.float32(np.sqrt(a))
-    at = jnp.arange(s, dtype=jnp.int32)
-    seen = (at[None, None, :] <= at[None, :, None]) & (at[None, None, :] >= lower[:, :, None])
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bngst,btna->bsnga", weights, v.astype(jnp.float32)).reshape(b, s, h, a).astype(q.dtype)
-
-
-def attend(
-    q: Float[Array, "B S H A"], k: Float[Array, "B S N A"], v: Float[Array, "B S N A"], lower: Int[Array, "B S"], *, block: int
-) -> Float[Array, "B S H A"]:
-    return attend_plain(q, k, v, lower)
