@@ -1,0 +1,1 @@
+"""Text in, batches out: documents, corpora, the token store, the mixture and the loader."""
