@@ -1,5 +1,6 @@
 """Grouped-query attention with windows, document bounds, exclusive output and head gates."""
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def _positions_and_heads(q, k, v, is_global, m: spec.Model):
     q = (q.astype(jnp.float32) * m.qk_mult).astype(q.dtype)
     if m.kv_heads_global != m.kv_heads_local:
         # One program for both kinds: as many heads as both counts divide, each a copy of the one it stands for.
-        n = np.lcm(m.kv_heads_local, m.kv_heads_global)
+        n = math.lcm(m.kv_heads_local, m.kv_heads_global)
         k, v = (jnp.where(is_global, _copies(t, m.kv_heads_global, n), _copies(t, m.kv_heads_local, n)) for t in (k, v))
     return q, k, v
 
