@@ -95,7 +95,7 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
         "update": {
             **device,
             "gradients": gradients,
-            **{kind: size for kind, size in host.items()},
+            **host,
             "iterates": largest * (4.0 + 3 * 2.0),
         },
     }

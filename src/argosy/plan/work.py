@@ -104,7 +104,7 @@ def step(run: spec.Run) -> Work:
     return Work(
         products=t * (blocks + readout) + _newton_schulz(run),
         attention=t * _attention(run) * (3.5 if run.compute.remat == "none" else 4.5),
-        memory=t * (n * passes(run) * _block_traffic(run) + _readout_traffic(run)) * 1.0 + _update_traffic(run),
+        memory=t * (n * passes(run) * _block_traffic(run) + _readout_traffic(run)) + _update_traffic(run),
         expert=t * n * sides * sent * latent * size * apart,
         fsdp=_fsdp(run),
         context=_context(run),

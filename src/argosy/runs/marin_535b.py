@@ -1,9 +1,8 @@
-"""The reference run, Marin 535B-A23B on 18T tokens, in its launch form, its later form and its four rungs.
+"""The reference run, Marin 535B-A23B on 18T tokens: its launch form, its later form, its four rungs, its rules.
 
 Commands: `argosy plan marin-535b`, `marin-535b/ragged`, `marin-535b/d768`, `/d1024`, `/d1536`, `/d2048`.
-Sources: marin-community/marin issue #8435 (the specification and the ladder), its public
-`experiments/grug/moe_hero_ep`, and the pull requests named beside a number. Section numbers are those of
-`docs/method.md` where the recipe is described in our words.
+Numbers are those of marin-community/marin issue #8435 (the specification and the ladder) and of its public
+`experiments/grug/moe_hero_ep`; another source stands beside its number as #issue or #pull request.
 """
 
 import math
@@ -13,24 +12,17 @@ from argosy import spec
 from argosy.plan import flops
 from argosy.spec import Compute, Data, Evals, Mesh, Model, Moe, Optim, Phase, Routing, Run
 
-TOKENS_PER_ACTIVE = 791  # chosen so that width 6,144 lands at 18T (#8435); the same for every rung
+HERO = 6144  # width
+RACKS = {768: 1, 1024: 2, 1536: 6, 2048: 11, HERO: 11}
+RUNGS = (768, 1024, 1536, 2048)
 EXPERT_RANKS = 64  # GPUs used of a rack of 72
-SEQS_PER_RACK = 1024  # 16 sequences of 4,096 per GPU
-MIXTURE_TOKENS = 18_750_000_000_000  # what phase weights and epoch caps were fitted to: 15.0T + 3.75T
+SEQS_PER_CHIP = 16  # of 4,096 tokens: 1,024 sequences per rack
+TOKENS_PER_ACTIVE = 791  # chosen so that the hero lands at 18T; the same for every rung
+MIXTURE_TOKENS = 18_750_000_000_000  # what phase weights and epoch limits were fitted to: 15.0T + 3.75T
+DEEPEST = 48
 
-# width: layers, heads, key/value heads local and global, racks. Rungs: launch_scaling_ladder.py; the batch is
-# SEQS_PER_RACK x racks. The depth rule of the rungs would give width 6,144 58 layers; the run has 48.
-SHAPES = {
-    768: (8, 6, 1, 1, 1),
-    1024: (12, 8, 2, 1, 2),
-    1536: (16, 12, 3, 1, 6),
-    2048: (22, 16, 4, 2, 11),
-    6144: (48, 48, 12, 6, 11),
-}
-RUNGS = tuple(width for width in SHAPES if width < 6144)
-
-# Shares of ten of the forty topics in the first main mixture and in the cooldown (hero-mixture-log.md); the
-# remaining thirty are public only as 200 anonymous cells and are one source here.
+# Shares of ten of the forty topics in the first main mixture and in the cooldown (hero-mixture-log.md); the other
+# thirty are public only within 200 anonymous cells and are one source here.
 MAIN = (
     ("code_low_level", 0.090),
     ("software_infra_security", 0.093),
@@ -58,24 +50,33 @@ COOLDOWN = (
     ("thirty_other_topics", 0.470),
 )
 
+LAUNCH = Compute(
+    chip="gb200",
+    precision="bf16",
+    params="bf16",
+    masters="pinned_host",  # the pooled buffers left no room on the device (#8884)
+    optimizer_state="pinned_host",
+    # Every block is recomputed whole; to keep the dispatched rows of 48 layers would take 166 GiB more.
+    remat="block",
+    accumulate=1,
+    attention_block=512,  # ours: the block of the plain JAX attention
+    readout_block_tokens=4096,  # ours: the reference blocks the vocabulary, by 4,096
+)
+
 
 def run() -> Run:
     """The launch form: bf16 on the device, fp32 masters and optimizer state in pinned host memory, pooled waves."""
-    return _made("marin-535b", 6144)
+    return recipe("marin-535b", HERO, mesh=_racks(HERO))
 
 
 def ragged() -> Run:
     """The form from step 81,716: fp32 on the device, ragged transport, optimizer state still in pinned host memory.
 
-    The layers' inputs stay on the device here, as in the measurement of 137.9 GiB (#8549, #8753); production also
-    moved them to pinned host memory, which brought 116.5 GiB (#8753).
+    The layers' inputs stay on the device, as in the measurement of 137.9 GiB (#8549, #8753). Production then moved
+    them to pinned host memory, which left 116.5 GiB (#8753).
     """
-    launch = _made("marin-535b/ragged", 6144)
-    return replace(
-        launch,
-        routing=replace(launch.routing, exchange="ragged"),
-        compute=replace(launch.compute, params="fp32", masters="device"),
-    )
+    launch = recipe("marin-535b/ragged", HERO, mesh=_racks(HERO), compute=replace(LAUNCH, params="fp32", masters="device"))
+    return replace(launch, routing=replace(launch.routing, exchange="ragged"))
 
 
 def rung(width: int) -> Run:
@@ -85,28 +86,46 @@ def rung(width: int) -> Run:
         ValueError: for a width that is no rung, naming the nearest.
     """
     if width not in RUNGS:
-        by_distance = sorted(RUNGS, key=lambda w: abs(w - width))
-        raise ValueError(
-            f"width {width} is no rung of marin-535b; rungs: {', '.join(map(str, RUNGS))}; nearest {by_distance[0]}"
-        )
-    return _made(f"marin-535b/d{width}", width)
+        nearest = min(RUNGS, key=lambda w: abs(w - width))
+        raise ValueError(f"width {width} is no rung of marin-535b; rungs: {', '.join(map(str, RUNGS))}; nearest {nearest}")
+    return recipe(f"marin-535b/d{width}", width, mesh=_racks(width))
 
 
-def model(width: int, layers: int, heads: int, kv_heads_local: int, kv_heads_global: int) -> Model:
-    """The dense part by the recipe's rules (#8435)."""
+def depth(width: int) -> int:
+    """Layers: width / (55 + 4 log2 width), rounded, then up to even (heuristic.py); at most the hero's 48.
+
+    The rule would give the hero 58.
+
+    >>> [depth(w) for w in (768, 1024, 1536, 2048, 6144)]
+    [8, 12, 16, 22, 48]
+    """
+    by_rule = round(width / (55 + 4 * math.log2(width)))
+    return min(by_rule + by_rule % 2, DEEPEST)
+
+
+def model(width: int) -> Model:
+    """The dense part by the recipe's rules: heads of 128, a quarter and an eighth of them for keys and values.
+
+    Where those do not divide the heads, the next smaller count that does.
+    """
+    heads = width // 128
+
+    def divides(at_most: int) -> int:
+        return max(n for n in range(1, max(1, at_most) + 1) if heads % n == 0)
+
     return Model(
         vocab=128_256,  # the Marin tokenizer, the size of llama 3's
         width=width,
-        layers=layers,
-        heads=heads,  # width / 128
+        layers=depth(width),
+        heads=heads,
         head_width=128,
-        kv_heads_local=kv_heads_local,  # heads // 4
-        kv_heads_global=kv_heads_global,  # heads // 8
-        window=2048,  # last 2,048 tokens, self included
+        kv_heads_local=divides(heads // 4),
+        kv_heads_global=divides(heads // 8),
+        window=2048,  # the last 2,048 tokens, self included
         global_every=4,  # layers 3, 7, ... and the last
         qk_mult=1.3,
         rope_theta=10_000.0,
-        gate_rank=128,  # whatever the width
+        gate_rank=128,  # at every width
         conv_taps=4,
         z_loss_weight=1e-4,
         position="rope_local",
@@ -118,7 +137,7 @@ def model(width: int, layers: int, heads: int, kv_heads_local: int, kv_heads_glo
 
 
 def moe(width: int) -> Moe:
-    """The sparse part: all inner widths are half the model's (#8435)."""
+    """The sparse part: all inner widths are half the model's."""
     return Moe(
         experts=384,
         experts_per_token=8,
@@ -131,28 +150,33 @@ def moe(width: int) -> Moe:
     )
 
 
-def _made(recipe: str, width: int) -> Run:
-    layers, heads, local, wide, racks = SHAPES[width]
+def recipe(name: str, width: int, *, mesh: Mesh, compute: Compute = LAUNCH, seqs_per_chip: int = SEQS_PER_CHIP) -> Run:
+    """The reference recipe at a width on a mesh: 791 tokens per active parameter, 16 sequences per chip.
+
+    Above 1e23 FLOPs simulated epoching is off (#8414): the run is then close to what it would simulate.
+    """
+    chips = mesh.replica * mesh.data * mesh.context * mesh.expert
+    local = 384 // mesh.expert
     draft = Run(
-        recipe=recipe,
+        recipe=name,
         seed=0,  # not published
-        model=model(width, layers, heads, local, wide),
+        model=model(width),
         moe=moe(width),
         routing=Routing(
             balance="quantile",
             histogram_bins=10_000,
             aux_loss_weight=0.01,  # used by balance=aux_loss alone
             sign_bias_step=0.001,  # used by balance=sign_bias alone
-            exchange="pooled_wave",
+            exchange="pooled_wave" if mesh.expert > 1 else "local",
             capacity="bounded",
             receiver_capacity=1.15,
             sender_capacity=1.15,  # raised from 1.05 before launch (#8347)
-            waves=3,
+            waves=max(w for w in (1, 2, 3) if local % w == 0),  # 3 of the hero's 6 local experts
         ),
         data=Data(
             corpus="harrier-2026-08-18",  # 23.1T tokens, not public
             seq_len=4096,
-            batch_seqs=SEQS_PER_RACK * racks,  # the hero: 11,264
+            batch_seqs=seqs_per_chip * chips,  # the hero: 11,264
             # By steps the switch is 80% of 390,251 = 312,201; the reference rounds down to whole blocks of its
             # mixture, lcm(11,264, 49,152) sequences = 48 steps, and switches at 312,192.
             phases=(
@@ -160,46 +184,39 @@ def _made(recipe: str, width: int) -> Run:
                 Phase(name="cooldown", until_frac=1.0, weights=COOLDOWN),
             ),
             mixture_reference_tokens=MIXTURE_TOKENS,
-            # A rung repeats a source as often as the hero would; above 1e23 FLOPs it is off (#8414).
-            epoching="plain" if width == 6144 else "simulated",
+            epoching="simulated",
             max_epochs=8.0,
         ),
         optim=Optim(
             rule="hyperball",
             radius="joint",  # one radius per layer over all experts, as the run did (#8621)
             scaling="marin_2026_08",
-            horizon_tokens=1,  # set below, from the active parameters
+            horizon_tokens=1,  # below, from the active parameters
             lr_scale=1.0,
             warmup_frac=0.01,
             final_frac=0.05,
-            decay="none",  # gates and router from step 58,014 on (#8833)
+            decay="none",  # on gates and router from step 58,014 (#8833)
             decay_peak=0.02,
             clip="none",
             clip_norm=1.0,  # used by clip=global alone
             adamw_lr=3e-4,  # used by rule=adamw alone
             weight_decay=0.1,  # used by rule=adamw and rule=muon alone
         ),
-        mesh=Mesh(replica=racks, data=1, context=1, expert=EXPERT_RANKS),
-        compute=Compute(
-            chip="gb200",
-            precision="bf16",
-            params="bf16",
-            masters="pinned_host",  # the pooled buffers left no room on the device (#8884)
-            optimizer_state="pinned_host",
-            # Every block is recomputed whole. Keeping the dispatched rows of 48 layers would take 166 GiB.
-            remat="block",
-            accumulate=1,
-            attention_block=512,  # ours: a block of the plain JAX attention
-            readout_block_tokens=4096,  # ours: the reference blocks the vocabulary by 4,096 instead
-        ),
+        mesh=mesh,
+        compute=compute,
         evals=Evals(
-            every_frac=3000 / 390_251 if width == 6144 else 0.05,  # every 3,000 steps; rungs every 5%
+            every_frac=3000 / 390_251 if width == HERO else 0.05,  # every 3,000 steps; rungs every 5%
             tokens_per_set=2_097_152,  # ours
-            batch_seqs=EXPERT_RANKS * racks,  # one sequence per GPU
+            batch_seqs=chips,  # one sequence per GPU
         ),
     )
     horizon = TOKENS_PER_ACTIVE * flops.active(draft)
-    return replace(draft, optim=replace(draft.optim, horizon_tokens=horizon))
+    large = 3 * flops.forward_per_token(draft, readout=False) * horizon > 1e23
+    return replace(
+        draft,
+        optim=replace(draft.optim, horizon_tokens=horizon),
+        data=replace(draft.data, epoching="plain" if large else "simulated"),
+    )
 
 
 def switch_step(run: spec.Run, block_seqs: int = 49_152) -> int:
@@ -210,3 +227,7 @@ def switch_step(run: spec.Run, block_seqs: int = 49_152) -> int:
     """
     block_steps = math.lcm(run.data.batch_seqs, block_seqs) // run.data.batch_seqs
     return round(run.data.phases[0].until_frac * spec.steps(run)) // block_steps * block_steps
+
+
+def _racks(width: int) -> Mesh:
+    return Mesh(replica=RACKS[width], data=1, context=1, expert=EXPERT_RANKS)
