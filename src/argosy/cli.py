@@ -137,7 +137,7 @@ def plan(
     seed: int | None = None,
     price: float | None = None,
     deadline: str | None = None,
-    goodput: float = 0.86,
+    goodput: float | None = None,
     chip: str = "",
     chips: int = 0,
     days: float = 0.0,
@@ -151,24 +151,151 @@ def plan(
         seed: Seed of the run.
         price: Price of a chip-hour, in your currency.
         deadline: Days from now, or a date like 2027-03-31: prints the slack.
-        goodput: Share of wall time that trains.
+        goodput: Share of wall-clock time spent in steps that count.
         chip: The inverse: propose a run for this chip ...
         chips: ... this many of them ...
         days: ... and this many days.
         json: Print JSON alone.
     """
-    from argosy.plan import cost, inverse, report
+    from argosy.plan import report, sheet
+    from argosy.runs import propose
 
     if chip or chips or days:
         if recipe:
             raise ValueError(f"argosy plan {recipe} --chip: name a recipe, or --chip, --chips and --days, not both")
-        proposal = inverse.propose(chip, chips, days, goodput=goodput)
-        emit(inverse.to_json(proposal)) if json else report.show_proposal(proposal, console())
+        found = propose.propose(chip, chips, days, **({} if goodput is None else {"goodput": goodput}))
+        emit(found) if json else report.show_proposal(found, console())
         return
     if not recipe:
         raise ValueError(f"argosy plan needs a recipe ({', '.join(runs.RECIPES)}) or --chip, --chips and --days")
-    planned = cost.plan(resolve(recipe, settings, seed), price=price, deadline=deadline, goodput=goodput)
+    shares = {} if goodput is None else {"goodput": goodput}
+    planned = sheet.plan(resolve(recipe, settings, seed), price=price, deadline=deadline, **shares)
     emit(planned) if json else report.show(planned, console())
+
+
+@data.command
+def build(
+    inputs: Annotated[tuple[str, ...], Positional],
+    /,
+    name: str = "",
+    force: Flag = False,
+    tokenizer: Path | None = None,
+    vocab: int = 4096,
+    text_key: str = "text",
+    home: Path = default_home(),
+    json: Json = False,
+) -> None:
+    """Make a corpus: read, deduplicate, hold out, train a tokenizer, store tokens, with a ledger.
+
+    Args:
+        inputs: "stdlib" for this Python's own library, or files and folders: .jsonl, .jsonl.gz, .txt, .py, .parquet ...
+        name: The corpus's name; "stdlib" for the library.
+        force: Rebuild a corpus that is there.
+        tokenizer: A tokenizer.json to use in place of an own vocabulary.
+        vocab: Size of the own vocabulary.
+        text_key: The key of the text in JSON lines and parquet.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print the ledger as JSON alone.
+    """
+    from argosy.data import prepare
+
+    if not name:
+        if inputs != (prepare.STDLIB,):
+            raise ValueError(f"argosy data build {' '.join(inputs[:3])}: give the corpus a name, e.g. --name mine")
+        name = prepare.STDLIB
+    ledger = prepare.build(name, inputs, home, force=force, tokenizer=tokenizer, vocab=vocab, text_key=text_key)
+    emit(ledger) if json else console().print(prepare.table(ledger))
+
+
+@app.command
+def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str = "127.0.0.1", home: Path = default_home()) -> None:
+    """Serve the page of the runs under a home until interrupted.
+
+    Args:
+        run: The run to show first.
+        port: First port to try.
+        host: Address to listen on; this machine alone by default.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+    """
+    from argosy.track import layout, server
+
+    if run:
+        layout.find(run, home)
+    server.serve_here(home, run, port, host, say=lambda address: print(f"{address}   (Ctrl-C ends it)", flush=True))
+
+
+@app.command(name="runs")
+def runs_(home: Path = default_home(), json: Json = False) -> None:
+    """All runs under a home, newest first.
+
+    Args:
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.track import report
+
+    found = report.runs(home)
+    emit(found) if json else report.print_runs(found, console())
+
+
+@app.command
+def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = default_home(), json: Json = False) -> None:
+    """A run's summary, or one metric as a chart and a table.
+
+    Args:
+        run: The run's name or folder.
+        metric: A metric's name, e.g. train/loss.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.track import report
+
+    found = report.show(run, metric or None, home)
+    emit(found) if json else report.print_show(found, console())
+
+
+@app.command
+def diff(a: Name, b: Name, /, home: Path = default_home(), json: Json = False) -> None:
+    """What differs between two runs: configuration, code, data.
+
+    Args:
+        a: A run's name or folder.
+        b: Another's.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.track import report
+
+    found = report.diff(a, b, home)
+    emit(found) if json else report.print_diff(found, console())
+
+
+@app.command
+def sample(
+    run: Name,
+    prompt: Name,
+    /,
+    tokens: int = 200,
+    temperature: float = 0.7,
+    seed: int = 0,
+    home: Path = default_home(),
+) -> None:
+    """Text from a run's last checkpoint, dropless.
+
+    Args:
+        run: The run's name or folder.
+        prompt: The text to continue.
+        tokens: At most this many tokens.
+        temperature: 0 takes the likeliest token.
+        seed: Seed of the drawing.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+    """
+    from argosy.export import sample as sampling
+
+    print(prompt, end="", flush=True)
+    for piece in sampling.from_run(run, home, prompt, tokens=tokens, temperature=temperature, seed=seed):
+        print(piece, end="", flush=True)
+    print()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

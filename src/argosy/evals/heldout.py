@@ -23,7 +23,7 @@ def evaluator(run: spec.Run, corpus: Any) -> Any:
     def evaluate(state: steps.State) -> dict[str, float]:
         row, losses, bpbs = {}, [], []
         with jax.set_mesh(mesh):
-            for source in corpus.sources:
+            for source in corpus.held_out_sources:
                 sums = []
                 batches, text_bytes = loader.eval_batches(run, corpus, source, mesh)
                 for batch in batches:

@@ -1,6 +1,7 @@
 """Text from a trained run: simple and dropless, the whole window recomputed for every token."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +12,30 @@ from jaxtyping import Array
 from argosy import mesh as meshes
 from argosy import spec
 from argosy.batch import Batch
+from argosy.data import tokens as tokens_store
 from argosy.model import transformer
+from argosy.track import log as logs
+from argosy.train import checkpoint
 from argosy.train import step as steps
+
+
+def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> Iterator[str]:
+    """Pieces of text from the newest checkpoint of a run given by name or folder; see `sample`.
+
+    Raises:
+        ValueError: for an unknown run, one without a checkpoint, or bad numbers.
+    """
+    log = logs.read(name, home)
+    run = spec.from_json(log.run["run"])
+    if not checkpoint.latest_step(log.folder):
+        raise ValueError(f"run {log.name!r} has no checkpoint yet; argosy train {run.recipe} --as {log.name} makes one")
+    corpus = tokens_store.open_store(home / "corpora" / run.data.corpus)
+    mesh = meshes.make(run)
+    with jax.set_mesh(mesh), checkpoint.open_manager(log.folder, keep=None) as saved:
+        state, broken = checkpoint.restore(saved, steps.abstract(run, mesh))
+    if state is None:
+        raise ValueError(f"no checkpoint of run {log.name!r} restores: {'; '.join(broken)}")
+    yield from sample(run, state, corpus.tokenizer(), prompt, tokens=tokens, temperature=temperature, seed=seed)
 
 
 def sample(

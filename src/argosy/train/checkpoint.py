@@ -7,11 +7,17 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 
-def open_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    """A manager of `<folder>/checkpoints`, which saves in the background and keeps the newest `keep`."""
+def open_manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
+    """A manager of `<folder>/checkpoints`, which saves in the background and keeps the newest `keep` (all if None)."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_prefix="step", cleanup_tmp_directories=True)
     return ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+
+
+def latest_step(folder: Path) -> int:
+    """Finished updates in the newest checkpoint of a run's folder; 0 without one. Looks at names alone."""
+    found = [p.name.removeprefix("step_") for p in (folder / "checkpoints").glob("step_*")]
+    return max((int(n) for n in found if n.isdigit()), default=0)
 
 
 def save(manager: ocp.CheckpointManager, state: Any, step: int) -> None:

@@ -150,7 +150,7 @@ class Clock:
         iteration, parts = now - self.tick, self.parts
         self.tick, self.parts = now, {}
         busy = max(iteration - parts.get("evaluation", 0.0), 1e-9)
-        per_step = flops.train_step(self.run)
+        per_step = flops.train_step(self.run, readout=True)
         return {
             "throughput/iteration_time": iteration,
             "throughput/duration": busy - parts.get("checkpoint", 0.0),
@@ -172,7 +172,7 @@ def peak_flops(run: spec.Run) -> float:
     On a CPU it is the best of a few products of two 2,048 x 2,048 float32 matrices, the machine's sgemm.
     """
     if jax.default_backend() != "cpu":
-        return spec.devices(run) * hardware.peak_flops(run.compute.chip, run.compute.precision)
+        return spec.devices(run) * hardware.flops_per_s(run)
     with jax.set_mesh(jax.sharding.Mesh(np.asarray(jax.devices()[:1]), "x")):
         a = jnp.ones((2048, 2048), jnp.float32)
         product = jax.jit(jnp.matmul)

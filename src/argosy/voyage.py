@@ -1,0 +1,202 @@
+"""The main job, whole: plan, data, train, evaluate, summarise, with a live page.
+
+The ladder and its forecast take their place between data and training; the verdict on it after the training.
+"""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from argosy import spec
+from argosy.plan import report, sheet
+from argosy.track import log as logs
+from argosy.track import provenance, server, store
+
+
+def whole(run: spec.Run, host: spec.Host, *, json: bool = False) -> dict[str, Any]:
+    """Plan, build the data if missing, train to the end, evaluate; return the summary that is also printed.
+
+    The page is served while it lasts; its address is the first thing printed. Interrupted, the same call goes on.
+    """
+    out = Console(stderr=json, highlight=False)
+    planned = begin(run, host)
+    with server.serve(host.home, host.name, host.port) as address:
+        out.print(f"[bold]{host.name}[/bold]  live page: [link={address}]{address}[/link]")
+        report.show(planned, out)
+        train(run, host)
+        result = summary(host)
+        if not json:
+            show_summary(result, out)
+    return result
+
+
+def begin(run: spec.Run, host: spec.Host) -> dict[str, Any]:
+    """Make the run's folder, or find it there with the same values; return the plan.
+
+    Raises:
+        ValueError: when the run exists with other values, or needs what this version or machine has not.
+    """
+    planned = sheet.plan(run)
+    store.create(host.folder, spec.to_json(run), provenance.code(), environment=provenance.environment(), plan=planned)
+    return planned
+
+
+def corpus(run: spec.Run, host: spec.Host) -> Any:
+    """The run's corpus, whole and unchanged; the standard library's is built if it is missing.
+
+    Raises:
+        ValueError: when it is missing and no recipe is known for it, or damaged, or too small for the run.
+    """
+    from argosy.data import mixture, prepare, tokens
+
+    name, folder = run.data.corpus, host.home / "corpora" / run.data.corpus
+    if not folder.exists():
+        if name != prepare.STDLIB:
+            raise ValueError(f"corpus {name!r} is not in {folder.parent}; make it: argosy data build FILES... --name {name}")
+        prepare.build(name, (), host.home)
+    opened = tokens.open_store(folder, verify=True)
+    tokens.check(run, opened)
+    mixture.check(run, opened.sizes)
+    return opened
+
+
+def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None:
+    """Train a run whose folder exists, from its last checkpoint; everything that happens goes into its log.
+
+    Raises:
+        ValueError: when the corpus is not the one that the run began with, or the run cannot go on.
+        OSError: when the disk refuses; the last checkpoint is intact.
+    """
+    opened = corpus(run, host)
+    same_corpus(host, opened)
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str((host.home / "cache").absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    from argosy.evals import heldout
+    from argosy.train import checkpoint, loop
+
+    at = checkpoint.latest_step(host.folder)
+    with store.open_writer(host.folder, at, code=provenance.code()) as writer, progress_of(run, at) as progress:
+        if not any(r["kind"] == "corpus" for r in logs.read(host.folder).lineage):
+            writer.lineage("corpus", at, name=run.data.corpus, checksum=opened.checksum, ledger=opened.ledger)
+            limit = run.evals.tokens_per_set
+            gzip = {name: opened.gzip_bits_per_byte(name, limit) for name in opened.held_out_sources}
+            writer.event("baseline", at, **gzip)
+        loop.train(
+            run,
+            host,
+            opened,
+            record=writer.record,
+            event=writer.event,
+            evaluate=heldout.evaluator(run, opened),
+            progress=progress,
+            stop_after=stop_after,
+        )
+        writer.close("done" if checkpoint.latest_step(host.folder) >= spec.steps(run) else "stopped")
+
+
+def same_corpus(host: spec.Host, opened: Any) -> None:
+    """Refuse to go on with text other than a run began with."""
+    for record in logs.read(host.folder).lineage:
+        if record["kind"] == "corpus" and record["fields"]["checksum"] != opened.checksum:
+            began = record["fields"]
+            raise ValueError(
+                f"run {host.name!r} began on corpus {began['name']!r} with checksum {began['checksum'][:16]}, which is now"
+                f" {opened.checksum[:16]}; bring the old corpus back, or start a new run with --as {host.name}-2"
+            )
+
+
+@contextlib.contextmanager
+def progress_of(run: spec.Run, at: int) -> Iterator[Callable[[int, dict[str, float]], None]]:
+    """A function of (step, row) that shows progress on standard error: a bar on a terminal, else a line now and then."""
+    total = spec.steps(run)
+    if sys.stderr.isatty():
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(compact=True),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=total, completed=at, note="compiling")
+
+            def draw(step: int, row: dict[str, float]) -> None:
+                bar.update(task, completed=step, note=note(row))
+
+            yield draw
+        return
+    last = -1e9
+    print(f"training: {at:,} of {total:,} updates finished; compiling", file=sys.stderr, flush=True)
+
+    def line(step: int, row: dict[str, float]) -> None:
+        nonlocal last
+        if step == total or time.monotonic() - last > 15:
+            last = time.monotonic()
+            print(f"{step:,}/{total:,}  {note(row)}", file=sys.stderr, flush=True)
+
+    yield line
+
+
+def note(row: dict[str, float]) -> str:
+    return (
+        f"loss {row['train/loss']:.3f}  {row['throughput/tokens_per_second']:,.0f} tokens/s"
+        f"  drops {100 * row['moe/drop_fraction']:.1f}%"
+    )
+
+
+def summary(host: spec.Host) -> dict[str, Any]:
+    """What a finished or stopped run came to, from its log alone."""
+    log = logs.read(host.folder)
+    name = log.run["run"]["data"]["corpus"]
+    baselines: dict[str, float] = next((e["fields"] for e in reversed(log.events) if e["kind"] == "baseline"), {})
+
+    def last(metric: str) -> float | None:
+        point = log.last(metric)
+        return None if point is None else point[1]
+
+    sources = {s: {"bits_per_byte": last(f"eval_dropless/{s}/bpb"), "gzip": g} for s, g in baselines.items()}
+    steps, _ = log.series("train/loss")
+    rates = log.series("throughput/tokens_per_second")[1]
+    return {
+        "run": host.name,
+        "folder": str(host.folder),
+        "updates": int(steps[-1]),
+        "loss": last("train/loss"),
+        "macro_bits_per_byte": last(f"eval_dropless/{name}/macro_bpb"),
+        "gzip_mean": statistics.fmean(baselines.values()) if baselines else None,
+        "sources": sources,
+        "tokens": last("throughput/total_tokens"),
+        "tokens_per_second": statistics.median(rates.tolist()),
+        "mfu": statistics.median(log.series("throughput/mfu")[1].tolist()),
+        "drop_fraction_last": last("moe/drop_fraction"),
+    }
+
+
+def show_summary(result: dict[str, Any], out: Console) -> None:
+    """The last screen."""
+    table = Table(title="held-out text, bits per byte (dropless)", title_justify="left", box=None, pad_edge=False)
+    for column in ("source", "model", "gzip -9", "of gzip"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    for name, row in result["sources"].items():
+        table.add_row(name, f"{row['bits_per_byte']:.3f}", f"{row['gzip']:.3f}", f"{row['bits_per_byte'] / row['gzip']:.0%}")
+    macro, gzip = result["macro_bits_per_byte"], result["gzip_mean"]
+    table.add_row("mean", f"{macro:.3f}", f"{gzip:.3f}", f"{macro / gzip:.0%}", style="bold")
+    out.print()
+    out.print(table)
+    out.print(
+        f"\n{result['updates']:,} updates, {result['tokens']:,.0f} tokens, {result['tokens_per_second']:,.0f} tokens/s (median),"
+        f" {result['mfu']:.1%} of this machine's matrix-product peak, final loss {result['loss']:.3f}."
+    )
+    out.print(
+        f"Log and checkpoints: {result['folder']}\nNext: argosy sample {result['run']} 'def '   argosy show {result['run']}"
+        f"   argosy serve"
+    )

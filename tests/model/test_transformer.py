@@ -1,0 +1,162 @@
+"""The network as a whole: counts, isolation of documents, named choices, precision, sharding."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from argosy import leaf, runs, spec
+from argosy import mesh as meshes
+from argosy.batch import Batch
+from argosy.model import transformer
+from argosy.plan import flops
+
+SMALL = [
+    "model.vocab=64", "model.width=32", "model.head_width=8", "model.window=8", "model.gate_rank=4", "data.seq_len=32",
+    "data.batch_seqs=8", "moe.experts=8", "moe.experts_per_token=2", "moe.hidden=16", "moe.latent_width=16",
+    "moe.shared_hidden=16", "compute.attention_block=16", "compute.readout_block_tokens=64",
+]  # fmt: skip
+
+CHOICES = [
+    "moe.latent=none", "moe.shared_experts=0", "model.head_gate=none", "model.convolution=none", "model.attention=plain",
+    "model.position=rope_all", "model.position=none", "model.z_loss=none", "routing.balance=aux_loss",
+    "routing.balance=sign_bias", "routing.capacity=dropless", "routing.exchange=dense", "compute.remat=block",
+]  # fmt: skip
+
+
+def small(*settings):
+    return spec.override(runs.find("pocket"), [*SMALL, *settings])
+
+
+def documents(run, seed=0, lengths=(11, 13, 8)):
+    """A batch of packed random documents."""
+    rng = np.random.default_rng(seed)
+    b, s = run.data.batch_seqs, run.data.seq_len
+    text = rng.integers(1, run.model.vocab, (b, s + 1)).astype(np.int32)
+    starts = np.zeros((b, s), np.int32)
+    for at in np.cumsum(lengths)[:-1]:
+        starts[:, at:] = at
+        text[:, at] = 0
+    return Batch(text[:, :-1], text[:, 1:], starts, np.ones((b, s), bool))
+
+
+def on(mesh, batch):
+    return jax.tree.map(lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, meshes.B_S)), batch)
+
+
+def evaluate(run, function, batch, seed=0):
+    mesh = meshes.make(run)
+    with jax.set_mesh(mesh):
+        params = leaf.init(transformer.leaves(run), mesh, seed)
+        bias = jnp.zeros((run.model.layers, run.moe.experts))
+        return jax.jit(partial(function, run=run))(params, bias, on(mesh, batch))
+
+
+def mean_loss(params, bias, batch, run):
+    out = transformer.loss(params, bias, batch, run)
+    return out.sums.total / out.sums.tokens.astype(jnp.float32) + out.aux
+
+
+@pytest.mark.parametrize(
+    "name", ["pocket", "marin-535b", "marin-535b/d768", "marin-535b/d1024", "marin-535b/d1536", "marin-535b/d2048"]
+)
+def test_counted_leaves_equal_the_closed_form(name):
+    run = runs.find(name)
+    by_part: dict[str, int] = {}
+    for one in leaf.flatten(transformer.leaves(run)).values():
+        by_part[one.part] = by_part.get(one.part, 0) + one.size
+    expected = flops.params(run)
+    del expected["router_bias"]  # state, not a leaf
+    assert by_part == {part: n for part, n in expected.items() if n}
+
+
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c.startswith(("moe", "model"))])
+def test_counts_follow_every_named_choice(choice):
+    run = small(choice)
+    counted = sum(one.size for one in leaf.flatten(transformer.leaves(run)).values())
+    expected = flops.params(run)
+    assert counted == sum(expected.values()) - expected["router_bias"]
+
+
+def test_changing_one_document_leaves_the_others_bit_identical():
+    run = small("routing.exchange=dense")
+    batch = documents(run)
+    other = batch.tokens.copy()
+    other[:, 14:20] = (other[:, 14:20] + 7) % run.model.vocab
+    before, after = (np.asarray(evaluate(run, transformer.nll, b)) for b in (batch, batch._replace(tokens=other)))
+    kept = np.r_[0:11, 24:32]
+    np.testing.assert_array_equal(before[:, kept], after[:, kept])
+    assert (before[:, 14:24] != after[:, 14:24]).any()  # the test can see a change
+
+
+def test_every_position_sees_only_its_past():
+    run = small("routing.exchange=dense")
+    batch = documents(run, lengths=(32,))
+    other = batch.tokens.copy()
+    other[:, 20:] = (other[:, 20:] + 5) % run.model.vocab
+    before, after = (np.asarray(evaluate(run, transformer.nll, b)) for b in (batch, batch._replace(tokens=other)))
+    np.testing.assert_array_equal(before[:, :20], after[:, :20])
+
+
+@pytest.mark.parametrize("choice", ["routing.balance=quantile", *CHOICES])
+def test_every_named_choice_has_a_finite_loss_and_gradient(choice):
+    run = small(choice)
+    value, grads = evaluate(run, jax.value_and_grad(mean_loss), documents(run))
+    assert abs(float(value) - np.log(run.model.vocab)) < 0.5  # a fresh network knows nothing
+    for name, g in zip(leaf.flatten(transformer.leaves(run)), jax.tree.leaves(grads), strict=True):
+        assert np.isfinite(g).all(), name
+        assert np.abs(g).max() > 0, name
+
+
+def test_padding_changes_nothing():
+    run = small("routing.capacity=dropless")
+    batch = documents(run)
+    short = batch._replace(valid=np.arange(32)[None] < np.full((8, 1), 24))
+    noise = np.where(short.valid, batch.tokens, 5).astype(np.int32)
+    values = [evaluate(run, jax.value_and_grad(mean_loss), b) for b in (short, short._replace(tokens=noise))]
+    for a, b in zip(jax.tree.leaves(values[0]), jax.tree.leaves(values[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
+
+
+def test_bf16_follows_fp32():
+    batch = documents(small())
+    full, half = (float(evaluate(small(f"compute.precision={p}"), mean_loss, batch)) for p in ("fp32", "bf16"))
+    assert abs(half / full - 1) < 2e-3
+
+
+def test_remat_changes_no_number():
+    batch = documents(small())
+    plain, again = (evaluate(small(f"compute.remat={r}"), jax.value_and_grad(mean_loss), batch) for r in ("none", "block"))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_one_device_equals_eight():
+    batch = documents(small())
+    one, eight = (
+        evaluate(small("routing.capacity=dropless", *mesh), jax.value_and_grad(mean_loss), batch)
+        for mesh in ([], ["mesh.replica=2", "mesh.data=4"])
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
+        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-5 * np.linalg.norm(a) + 1e-12
+
+
+def test_the_reference_shape_traces_on_its_704_devices():
+    """Fails when a shape or a sharding of the whole loss and gradient is wrong at full scale; nothing is allocated."""
+    run = spec.override(runs.find("marin-535b"), ["routing.exchange=dense"])
+    mesh = meshes.abstract(run)
+    leaves = transformer.leaves(run)
+    with jax.sharding.use_abstract_mesh(mesh):
+        shape = (run.data.batch_seqs, run.data.seq_len)
+
+        def array(shape, dtype, spec_):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec_))
+
+        batch = Batch(*(array(shape, t, meshes.B_S) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.bool_)))
+        bias = array((48, 384), jnp.float32, jax.sharding.PartitionSpec(None, None))
+        grads = jax.eval_shape(jax.grad(partial(mean_loss, run=run)), leaf.shapes(leaves, mesh), bias, batch)
+    for (name, one), g in zip(leaf.flatten(leaves).items(), jax.tree.leaves(grads), strict=True):
+        assert g.shape == one.shape, name
+        assert g.sharding.spec == one.spec, name
