@@ -1,9 +1,11 @@
 """Routed and shared SwiGLU experts, and the projections into and out of the latent width."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -72,29 +74,36 @@ def leaves(run: spec.Run) -> Experts:
 def swiglu(p: Routed, rows: Float[Array, "E C Z"], scale: Float[Array, "E C"]) -> Float[Array, "E C Z"]:
     """(scale * silu(rows gate) * (rows up)) down for each expert's rows, in the dtype of `rows`.
 
-    `scale` carries the combine weights: applied to the narrow hidden rows, they need no second pass over the wide ones.
-    The nonlinearity is in float32.
+    `scale` carries the combine weights: on the narrow hidden rows they need no further pass over the wide ones.
+    The nonlinearity is in float32. Under `keep_hidden` only the two products before it are kept for the backward pass.
     """
-    g = jnp.einsum("ecz,ezf->ecf", rows, p.gate)
-    u = jnp.einsum("ecz,ezf->ecf", rows, p.up)
-    hidden = jax.nn.silu(g.astype(jnp.float32)) * u.astype(jnp.float32) * scale.astype(jnp.float32)[:, :, None]
-    return jnp.einsum("ecf,efz->ecz", hidden.astype(rows.dtype), p.down)
+    g = checkpoint_name(jnp.einsum("ecz,ezf->ecf", rows, p.gate), "expert_gate")
+    u = checkpoint_name(jnp.einsum("ecz,ezf->ecf", rows, p.up), "expert_up")
+    return jnp.einsum("ecf,efz->ecz", _hidden(g, u, scale.astype(jnp.float32)[:, :, None]), p.down)
+
+
+keep_hidden = jax.checkpoint_policies.save_only_these_names("expert_gate", "expert_up")
+
+
+def _hidden(g: jax.Array, u: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """silu(g) * u * scale, computed in float32, in the dtype of g."""
+    h = jax.nn.silu(g.astype(jnp.float32)) * u.astype(jnp.float32)
+    return (h if scale is None else h * scale).astype(g.dtype)
 
 
 def shared(p: Shared, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     """The sum of the shared experts, (silu(x gate) * (x up)) down, in the dtype of `x`; weights are gathered first."""
-    parts = zip(*(jnp.unstack(mesh.gather(w, x.dtype)) for w in p), strict=True)
-    y = None
-    for gate, up, down in parts:
-        hidden = _act(jnp.einsum("bsd,dg->bsg", x, gate), jnp.einsum("bsd,dg->bsg", x, up))
-        one = jnp.einsum("bsg,gd->bsd", hidden, down)
-        y = one if y is None else y + one
-    assert y is not None
+    gates, ups, downs = (jnp.unstack(mesh.gather(w, x.dtype)) for w in p)
+    y = jnp.zeros_like(x)
+    for gate, up, down in zip(gates, ups, downs, strict=True):
+        y = y + _out(jnp.einsum("bsd,dg->bsg", x, gate), jnp.einsum("bsd,dg->bsg", x, up), down)
     return y
 
 
-def _act(g, u):
-    return (jax.nn.silu(g.astype(jnp.float32)) * u.astype(jnp.float32)).astype(g.dtype)
+@partial(jax.checkpoint, prevent_cse=False)
+def _out(g: Float[Array, "B S G"], u: Float[Array, "B S G"], down: Float[Array, "G D"]) -> Float[Array, "B S D"]:
+    """The second half of a shared expert; the hidden rows are computed again in the backward pass, not kept."""
+    return jnp.einsum("bsg,gd->bsd", _hidden(g, u), down)
 
 
 def latent_down(p: Latent, x: Float[Array, "B S D"]) -> Float[Array, "B S Z"]:

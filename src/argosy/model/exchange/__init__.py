@@ -10,15 +10,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from argosy import mesh, spec
-from argosy.leaf import Leaf
 from argosy.model import experts, router
-from argosy.model.exchange.dense import dense
+from argosy.model.exchange import dense, local
 from argosy.model.exchange.layout import Ledger
-from argosy.model.exchange.local import local
 
 __all__ = ["Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
 
-_TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {"dense": dense, "local": local}
+_TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {"dense": dense.dense, "local": local.local}
 
 
 class Moe(NamedTuple):
@@ -71,6 +69,7 @@ def moe(
     that must drop nothing. Tokens that are not `valid` give zeros, take no capacity, and count in no statistic.
     """
     carry = transport(run.routing.exchange)
+    bias = jax.lax.stop_gradient(bias)
     x = jnp.where(valid[:, :, None], x, jnp.zeros((), x.dtype))
     u = x if p.experts.latent is None else experts.latent_down(p.experts.latent, x)
     s = jnp.einsum("bsd,de->bse", x, mesh.gather(p.router, x.dtype), preferred_element_type=jnp.float32)

@@ -52,29 +52,30 @@ def capacity_rows(assignments: int, experts: int, factor: float) -> int:
 def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Ranks:
     """Rank of every assignment within its expert, and the load of each of `count` experts.
 
-    Exact for up to 2^24 assignments on this shard (ranks are summed as float32 products of zeros and ones).
+    Ranks within a block of tokens come from one product with a triangle of ones (small whole numbers, exact in float32
+    and with bfloat16 operands), which is much faster than sorting or a running sum over all tokens.
     """
-    tokens, k = experts.shape
-    if tokens * k >= 1 << 24:
-        raise ValueError(f"{tokens:,} tokens x {k} experts per token on one shard: ranks are exact below 2^24 = {1 << 24:,}")
+    tokens = experts.shape[0]
     ids = jnp.arange(count, dtype=experts.dtype)
     hit = (experts[:, :, None] == ids[None, None, :]) & valid[:, None, None]
-    taken = jnp.sum(hit, 1, dtype=jnp.int32).astype(jnp.float32)  # T E
-    pad = -tokens % _RANK_BLOCK
-    blocks = jnp.pad(taken, ((0, pad), (0, 0))).reshape(-1, _RANK_BLOCK, count)
-    earlier = jnp.tril(jnp.ones((_RANK_BLOCK, _RANK_BLOCK), jnp.float32), -1)
-    within = jnp.einsum("ts,nse->nte", earlier, blocks)
-    total = jnp.sum(blocks, 1)
+    taken = jnp.pad(jnp.sum(hit, 1, dtype=jnp.float32), ((0, -tokens % _RANK_BLOCK), (0, 0)))
+    blocks = taken.reshape(-1, _RANK_BLOCK, count)
+    within = jnp.einsum("ts,nse->nte", jnp.tril(jnp.ones((_RANK_BLOCK, _RANK_BLOCK), jnp.float32), -1), blocks)
+    total = jnp.sum(blocks, 1).astype(jnp.int32)
     before = jnp.cumsum(total, 0) - total
-    ahead = (within + before[:, None, :]).reshape(-1, count)[:tokens]
-    rank = jnp.take_along_axis(ahead, experts, axis=1).astype(jnp.int32)
+    ahead = (within.astype(jnp.int32) + before[:, None, :]).reshape(-1, count)[:tokens]
+    rank = jnp.take_along_axis(ahead, experts, axis=1)
     twice = jnp.tril(experts[:, :, None] == experts[:, None, :], -1)  # the same expert earlier in the same token
-    return Ranks(rank + jnp.sum(twice, 2, dtype=jnp.int32), jnp.sum(total, 0).astype(jnp.int32))
+    return Ranks(rank + jnp.sum(twice, 2, dtype=jnp.int32), jnp.sum(total, 0))
 
 
 def slots(experts: Int[Array, "T K"], rank: Int[Array, "T K"], keep: Bool[Array, "T K"], count: int, rows: int) -> Slots:
     """Rows for the kept assignments, whose ranks are below `rows`, and the way back."""
-    row = jnp.where(keep, experts * rows + rank, count * rows)
+    return invert(jnp.where(keep, experts * rows + rank, count * rows), count, rows)
+
+
+def invert(row: Int[Array, "T K"], count: int, rows: int) -> Slots:
+    """The map in both directions, from the row of each assignment in a buffer [count, rows, Z]."""
     flat = jnp.arange(row.size, dtype=jnp.int32)
     source = jnp.full((count * rows,), row.size, jnp.int32).at[row.reshape(-1)].set(flat, mode="drop")
     return Slots(row, source.reshape(count, rows))
@@ -92,26 +93,27 @@ def ledger(valid: Bool[Array, "T"], k: int, sender_dropped: Int[Array, ""], rece
 # ---- moving rows: each is the other's transpose, both are gathers -------------------------------
 
 
-def _take(x, index):
-    """Rows `index` of x, zeros where the index is past the end."""
+def take(x: Float[Array, "N ..."], index: Int[Array, "..."]) -> Float[Array, "..."]:
+    """x[index], zeros where the index is past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
-
-
-def _tokens(source: jax.Array, k: int) -> jax.Array:
-    return source // k  # an empty row's T * K becomes T, past the last token
 
 
 @jax.custom_vjp
 def dispatch(x: Float[Array, "T Z"], at: Slots) -> Float[Array, "E C Z"]:
     """The buffer of rows: a copy of each kept assignment's token, zeros in empty rows. One gather."""
-    return _take(x, _tokens(at.source, at.row.shape[1]))
+    return take(x, at.source // at.row.shape[1])  # an empty row's T * K becomes T, past the last token
 
 
 @jax.custom_vjp
 def collect(rows: Float[Array, "E C Z"], at: Slots) -> Float[Array, "T Z"]:
     """The sum of each token's rows, accumulated in float32; refused assignments add nothing."""
     flat = rows.reshape(-1, rows.shape[-1])
-    return jnp.sum(_take(flat, at.row).astype(jnp.float32), 1).astype(rows.dtype)
+    total = jnp.zeros((at.row.shape[0], rows.shape[-1]), jnp.float32)
+    for k in range(at.row.shape[1]):  # unrolled, gather and sum fuse: no [T, K, Z] is written
+        row = at.row[:, k]
+        one = flat.at[row].get(mode="clip").astype(jnp.float32)
+        total = total + jnp.where((row < flat.shape[0])[:, None], one, 0.0)
+    return total.astype(rows.dtype)
 
 
 dispatch.defvjp(lambda x, at: (dispatch(x, at), at), lambda at, g: (collect(g, at), None))
@@ -121,7 +123,12 @@ collect.defvjp(lambda rows, at: (collect(rows, at), at), lambda at, g: (dispatch
 @jax.custom_vjp
 def scale(weights: Float[Array, "T K"], at: Slots) -> Float[Array, "E C"]:
     """The combine weight of each row, zero for empty ones."""
-    return _take(weights.reshape(-1), at.source)
+    return take(weights.reshape(-1), at.source)
 
 
-scale.defvjp(lambda w, at: (scale(w, at), at), lambda at, g: (_take(g.reshape(-1), at.row), None))
+def unscale(rows: Float[Array, "E C"], at: Slots) -> Float[Array, "T K"]:
+    """The transpose of `scale`: each assignment's value from its row, zero where it has none."""
+    return take(rows.reshape(-1), at.row)
+
+
+scale.defvjp(lambda w, at: (scale(w, at), at), lambda at, g: (unscale(g, at), None))
