@@ -1,0 +1,257 @@
+"""Optimizers by kind of leaf: MuonH for matrices, AdamH for the readout, Adam for the rest; AdamW and Muon as choices.
+
+A pure pair in the manner of optax, with two differences: `update` takes the step as an integer, the only counter
+there is, and returns new parameters, since the hyperball step rescales the weights. Source: reference_run 3.
+Everything is float32, but the Newton-Schulz products where `compute.precision=bf16`.
+
+All arithmetic is elementwise on the parameters' own shards, or a sum of squares over a group; only whole matrices
+for Newton-Schulz are gathered. Donate the state and the parameters: in place, the moments cost their memory traffic
+alone (three times less than in fresh buffers on a CPU).
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from argosy import spec
+from argosy.leaf import Leaf, is_leaf
+from argosy.plan import scaling
+from argosy.train import schedule
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+NORM_EPS = 1e-8  # beside the norm of a matrix before Newton-Schulz
+TINY = 1e-10  # the smallest norm that the hyperball step divides by
+CHUNK_ELEMENTS = 32_768  # matrices orthogonalised together: large enough for the products, small enough for the cache
+
+
+class Momentum(NamedTuple):
+    """State of a MuonH or Muon leaf: a sum of gradients, float32, divided over the mesh like its parameter."""
+
+    m: Any
+
+
+class Moments(NamedTuple):
+    """State of an Adam, AdamH or AdamW leaf: averages of g and g^2, float32, divided over the mesh like their parameter."""
+
+    m: Any
+    v: Any
+
+
+class Update(NamedTuple):
+    """What one update gives. Norms are Frobenius norms by `Leaf.part`, and `total`: of the gradients as they came
+    (before any clipping) and of the new parameters."""
+
+    params: Any
+    state: Any
+    grad_norm: dict[str, Array]
+    param_norm: dict[str, Array]
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> state` and `update(grads, state, params, step) -> Update`, both pure, both for `jax.jit`."""
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any, Array], Update]
+
+
+class Constants(NamedTuple):
+    """Adam's: decay of both averages, and the number beside the root."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+
+ADAMW = Constants(0.9, 0.95, 1e-8)  # of `optim.rule=adamw`, and of the leaves that `muon` leaves to AdamW
+
+
+def make(run: spec.Run, leaves: Any) -> Optimizer:
+    """The optimizer of a run over a tree of `Leaf`.
+
+    `optim.rule=hyperball`: MuonH (kind matrix), AdamH (readout), Adam (plain, gate). `adamw`: AdamW everywhere.
+    `muon`: Muon as in optax, with decoupled decay, for kind matrix, and AdamW for the rest. AdamW decays the leaves
+    that start as noise (matrices, readout, embedding, router), not those that start at a value with a meaning
+    (gains, convolutions, head gates). `optim.decay=gates_router` belongs to `hyperball`: decoupled decay of kind
+    gate, from `decay_peak` linearly to 0 over the run (reference_run 3.7).
+
+    Gradients may have any float type; parameters are float32 masters. Needs the run's mesh (`jax.set_mesh`).
+    """
+    flat, tree = jax.tree.flatten(leaves, is_leaf=is_leaf)
+
+    def init(params: Any) -> Any:
+        def one(leaf: Leaf, p: Array) -> Any:
+            m = jnp.zeros_like(p, dtype=jnp.float32)
+            return Momentum(m) if _by_momentum(run, leaf) else Moments(m, jnp.zeros_like(p, dtype=jnp.float32))
+
+        return tree.unflatten(map(one, flat, tree.flatten_up_to(params)))
+
+    def update(grads: Any, state: Any, params: Any, step: Int[Array, ""]) -> Update:
+        wide = [g.astype(jnp.float32) for g in tree.flatten_up_to(grads)]
+        grad_norm = _norms(flat, wide)
+        if run.optim.clip == "global":
+            keep = jnp.minimum(1.0, run.optim.clip_norm / jnp.maximum(grad_norm["total"], TINY))
+            wide = [g * keep for g in wide]
+        done = [
+            _step(run, leaf, g, s, p, step)
+            for leaf, g, s, p in zip(flat, wide, tree.flatten_up_to(state), tree.flatten_up_to(params), strict=True)
+        ]
+        new = [p for p, _ in done]
+        return Update(tree.unflatten(new), tree.unflatten(s for _, s in done), grad_norm, _norms(flat, new))
+
+    return Optimizer(init, update)
+
+
+def _by_momentum(run: spec.Run, leaf: Leaf) -> bool:
+    return leaf.kind == "matrix" and run.optim.rule != "adamw"
+
+
+def _step(run: spec.Run, leaf: Leaf, g: Array, state: Any, p: Array, step: Array) -> tuple[Array, Any]:
+    """One leaf's new parameter and state."""
+    rates, optim = schedule.learning_rates(run, step), run.optim
+    peaks = scaling.rates(run)
+    decay = optim.weight_decay if isinstance(leaf.init, float) else 0.0
+    if optim.rule == "hyperball":
+        constants = Constants(peaks.beta1, peaks.beta2, peaks.eps)
+        if leaf.kind == "matrix":
+            m = MOMENTUM * state.m + g
+            direction = orthogonalize(MOMENTUM * m + g, leaf, run.compute.precision)
+            return hyperball(p, direction, rates.muonh, radius_dims(leaf, optim.radius)), Momentum(m)
+        if leaf.kind == "readout":
+            direction, moments = adam(g, state, step, constants)
+            return hyperball(p, direction, rates.muonh, tuple(range(p.ndim))), moments
+        decay = 0.0
+        if leaf.kind == "gate" and optim.decay == "gates_router":
+            decay = optim.decay_peak * jnp.maximum(0.0, 1.0 - step.astype(jnp.float32) / spec.steps(run))
+        direction, moments = adam(g, state, step, constants)
+        return p - rates.adam * (direction + decay * p), moments
+    if leaf.kind == "matrix" and optim.rule == "muon":
+        m = MOMENTUM * state.m + g
+        # optax corrects both terms of Nesterov's sum for their start, the momentum as of the next update
+        ahead = MOMENTUM / _unbias(MOMENTUM, step + 1) * m + g / _unbias(MOMENTUM, step)
+        direction = orthogonalize((1 - MOMENTUM) * ahead, leaf, run.compute.precision)
+        fan_in, fan_out = leaf.shape[-2:]
+        return p - rates.muonh * (math.sqrt(max(1.0, fan_out / fan_in)) * direction + decay * p), Momentum(m)
+    direction, moments = adam(g, state, step, ADAMW)
+    return p - rates.adam * (direction + decay * p), moments
+
+
+def adam(g: Array, state: Moments, step: Int[Array, ""], c: Constants) -> tuple[Array, Moments]:
+    """Adam's bias-corrected direction m / (sqrt(v) + eps) at a zero-based step, and the new moments (reference_run 3.3)."""
+    m = c.beta1 * state.m + (1 - c.beta1) * g
+    v = c.beta2 * state.v + (1 - c.beta2) * (g * g)
+    direction = m / _unbias(c.beta1, step) / (jnp.sqrt(v / _unbias(c.beta2, step)) + c.eps)
+    return direction, Moments(m, v)
+
+
+def _unbias(beta: float, step: Int[Array, ""]) -> Float[Array, ""]:
+    """1 - beta^(step + 1): expm1 keeps the digits that 1 - 0.9999^t loses in float32."""
+    return -jnp.expm1((step + 1).astype(jnp.float32) * math.log(beta))
+
+
+def radius_dims(leaf: Leaf, radius: str) -> tuple[int, ...]:
+    """The dimensions over which one hyperball radius reaches: a matrix, and with `joint` all experts of a layer.
+
+    Layers and shared experts keep a radius each (reference_run 3.2; `per_expert` is marin PR 8749).
+    """
+    letters = leaf.dims.split()
+    joint = [i for i, letter in enumerate(letters[:-2]) if letter == "E" and radius == "joint"]
+    return (*joint, len(letters) - 2, len(letters) - 1)
+
+
+def hyperball(w: Array, direction: Array, eta: Float[Array, ""], dims: tuple[int, ...]) -> Array:
+    """w after a step of relative length `eta` against `direction`, scaled back to its norm over `dims`.
+
+    W^ = W - eta ||W|| D / ||D||, then W^ ||W|| / ||W^||; the norm of W^ follows from the sums of W W, W D and D D,
+    so that W is read twice and written once. A zero direction leaves w. Source: reference_run 3.2.
+
+    >>> hyperball(jnp.array([[3.0, 4.0]]), jnp.array([[0.0, 2.0]]), jnp.float32(1.0), (0, 1)).round(4)
+    Array([[ 4.7434, -1.5811]], dtype=float32)
+    """
+    ww, wd, dd = (jnp.sum(a * b, dims, keepdims=True) for a, b in ((w, w), (w, direction), (direction, direction)))
+    radius = jnp.sqrt(ww)
+    length = eta * radius / jnp.maximum(jnp.sqrt(dd), TINY)
+    after = jnp.sqrt(jnp.maximum(ww - 2 * length * wd + length * length * dd, 0.0))
+    return (w - length * direction) * (radius / jnp.maximum(after, TINY))
+
+
+def orthogonalize(g: Array, leaf: Leaf, precision: str) -> Array:
+    """Newton-Schulz of every matrix (last two dims) of a leaf on its own, float32 in and out, sharded as `leaf.spec`.
+
+    Each device takes whole matrices: the axes that divided a matrix divide the stack instead where it divides, and
+    repeat the work where it does not.
+    """
+    whole = _whole(leaf)
+    run = jax.shard_map(partial(_each, precision=precision), in_specs=whole, out_specs=whole)
+    return jax.sharding.reshard(run(jax.sharding.reshard(g, whole)), leaf.spec)
+
+
+def _whole(leaf: Leaf) -> P:
+    """The leaf's sharding with whole matrices: axes freed from the last two dims move to stack dims that they divide."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    axes = [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in leaf.spec]
+    stack, freed = axes[:-2], [axis for part in axes[-2:] for axis in part]
+    for axis in freed:
+        for i, taken in enumerate(stack):
+            if leaf.shape[i] % (math.prod(sizes[a] for a in taken) * sizes[axis]) == 0:
+                stack[i] = (*taken, axis)
+                break
+    return P(*(part or None for part in stack), None, None)
+
+
+def _each(g: Float[Array, "*stack rows cols"], precision: str) -> Float[Array, "*stack rows cols"]:
+    """Newton-Schulz of a local stack, a few matrices at a time.
+
+    On two CPU cores a loop over single 128 x 256 matrices took 130 ms where one product batched over 256 of them
+    took 336: a matrix, its square and its polynomial stay in the cache.
+    """
+    rows, cols = g.shape[-2:]
+    count = math.prod(g.shape[:-2])
+    together = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * rows * cols <= CHUNK_ELEMENTS))
+    chunks = g.reshape(count // together, together, rows, cols)
+    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
+    return jax.lax.map(partial(newton_schulz, dtype=dtype), chunks).reshape(g.shape)
+
+
+def newton_schulz(g: Float[Array, "stack rows cols"], dtype: Any = jnp.float32) -> Float[Array, "stack rows cols"]:
+    """Each matrix with its singular values moved towards 1 by five quintic steps; zero stays zero (reference_run 3.2).
+
+    X = g / (||g|| + 1e-8), then X <- a X + (b A + c A A) X with A = X X^T, rows at most columns (transposed if not).
+    Operands of the products are in `dtype`; sums and the rest in float32.
+    """
+    tall = g.shape[-2] > g.shape[-1]
+    x = jnp.swapaxes(g, -1, -2) if tall else g
+    x = x / (jnp.sqrt(jnp.sum(x * x, (-2, -1), keepdims=True)) + NORM_EPS)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def quintic(x: Array, row: Float[Array, "3"]) -> tuple[Array, None]:
+        low = x.astype(dtype)
+        square = product("smk,snk->smn", low, low)
+        low_square = square.astype(dtype)
+        polynomial = row[1] * square + row[2] * product("smk,skn->smn", low_square, low_square)
+        return row[0] * x + product("smk,skn->smn", polynomial.astype(dtype), low), None
+
+    x, _ = jax.lax.scan(quintic, x, jnp.asarray(NEWTON_SCHULZ, jnp.float32))
+    return jnp.swapaxes(x, -1, -2) if tall else x
+
+
+def _norms(leaves: list[Leaf], arrays: list[Array]) -> dict[str, Array]:
+    """Frobenius norms by part and in total, from float32 sums of squares."""
+    squares: dict[str, Array] = {}
+    for leaf, x in zip(leaves, arrays, strict=True):
+        square = jnp.sum(x * x)
+        squares[leaf.part] = squares[leaf.part] + square if leaf.part in squares else square
+    total = jnp.stack(list(squares.values())).sum()
+    return {part: jnp.sqrt(square) for part, square in squares.items()} | {"total": jnp.sqrt(total)}

@@ -1,0 +1,381 @@
+"""Optimizers against numpy float64 written from the formulas, against optax, and against themselves on eight devices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+from optax.contrib import muon as optax_muon
+from optax.contrib._muon import orthogonalize_via_newton_schulz
+
+from argosy import leaf, mesh, spec
+from argosy.leaf import Leaf
+from argosy.plan import scaling
+from argosy.train import optimizer, schedule
+
+FSDP = ("data", "expert")
+LEAVES = {
+    "wide": Leaf("D F", (16, 24), P(FSDP, None), 0.1, "matrix", "latent"),
+    "tall": Leaf("L HA D", (3, 24, 16), P(None, None, FSDP), 0.1, "matrix", "attention"),
+    "experts": Leaf("L E Z F", (2, 8, 8, 16), P(None, "expert", None, "data"), 0.1, "matrix", "routed"),
+    "shared": Leaf("L J D G", (2, 2, 16, 8), P(None, None, FSDP, None), 0.1, "matrix", "shared"),
+    "readout": Leaf("D V", (16, 40), P(FSDP, None), 0.1, "readout", "readout"),
+    "embed": Leaf("V D", (40, 16), P(None, None), 0.1, "plain", "embed"),
+    "gain": Leaf("L D", (2, 16), P(None, None), "ones", "plain", "norm"),
+    "taps": Leaf("L taps D", (2, 4, 16), P(None, None, None), "identity", "plain", "conv"),
+    "router": Leaf("L D E", (2, 16, 8), P(None, None, None), 0.1, "gate", "router"),
+    "head_gate": Leaf("L D H", (2, 16, 4), P(None, FSDP, None), "zeros", "gate", "head_gate"),
+}
+RADIUS = {  # dims that share one radius, written out by hand
+    "joint": {"wide": (0, 1), "tall": (1, 2), "experts": (1, 2, 3), "shared": (2, 3)},
+    "per_expert": {"wide": (0, 1), "tall": (1, 2), "experts": (2, 3), "shared": (2, 3)},
+}
+DION = np.array(  # the five-step table of reference_run 3.2, typed in once more
+    [
+        [4.0848, -6.8946, 2.9270],
+        [3.9505, -6.3029, 2.6377],
+        [3.7418, -5.5913, 2.3037],
+        [2.8769, -3.1427, 1.2046],
+        [2.8366, -3.0525, 1.2012],
+    ]
+)
+
+
+def a_run(pocket, *settings):
+    """200 updates of pocket, past a short warm-up at once."""
+    return spec.override(pocket, ["optim.horizon_tokens=409600", "optim.warmup_frac=0.005", *settings])
+
+
+def gradients(step, leaves=LEAVES):
+    """Gradients of uneven size over layers and experts; expert 3 never gets a token."""
+    rng = np.random.default_rng(step)
+    out = {
+        name: rng.normal(size=x.shape) * rng.lognormal(size=(*x.shape[:-2], 1, 1)) for name, x in leaves.items() if x.shape[1:]
+    }
+    if "experts" in out:
+        out["experts"][:, 3] = 0.0
+    return {name: jnp.asarray(g, jnp.float32) for name, g in out.items()}
+
+
+def train(run, steps, leaves=LEAVES, start=None):
+    """Parameters after each update, the last state and the last `Update`, on the run's mesh."""
+    device_mesh = mesh.make(run)
+    with jax.set_mesh(device_mesh):
+        opt = optimizer.make(run, leaves)
+        params = start if start is not None else leaf.init(leaves, device_mesh, 0)
+        state = jax.jit(opt.init)(params)
+        put = partial(jax.tree.map, lambda x, p: jax.device_put(x, p.sharding))
+        one = jax.jit(opt.update)
+        history, update = [jax.device_get(params)], None
+        for step in range(steps):
+            update = one(put(gradients(step, leaves), params), state, params, jnp.int32(step))
+            params, state = update.params, update.state
+            history.append(jax.device_get(params))
+    return history, update
+
+
+def sums(a, b, dims):
+    return np.sum(a * b, axis=dims, keepdims=True)
+
+
+def newton_schulz64(g):
+    tall = g.shape[0] > g.shape[1]
+    x = g.T if tall else g
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for a, b, c in DION:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def hyperball64(w, d, eta, dims):
+    norm = np.sqrt(sums(w, w, dims))
+    moved = w - eta * norm * d / np.maximum(np.sqrt(sums(d, d, dims)), 1e-10)
+    return moved * norm / np.maximum(np.sqrt(sums(moved, moved, dims)), 1e-10)
+
+
+def each_matrix(f, x):
+    return np.stack([f(m) for m in x.reshape(-1, *x.shape[-2:])]).reshape(x.shape)
+
+
+def close(got, want, rtol):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
+
+
+def with_optax(theirs, start, steps, leaves=LEAVES):
+    """The parameters after `steps` updates by an optax transformation, on one device."""
+    with jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(jnp.asarray, start)
+        state, update = theirs.init(params), jax.jit(theirs.update)
+        for t in range(steps):
+            updates, state = update(gradients(t, leaves), state, params)
+            params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (64, 64), (96, 32), (1, 8)])
+@pytest.mark.parametrize("spectrum,rtol", [("noise", 2e-5), ("steep", 2e-5), ("rank one", 3e-4)])
+def test_newton_schulz_equals_optax(shape, spectrum, rtol):
+    """Fails when a coefficient, the transposition, the starting norm or the order of a product differs from optax.
+
+    Five steps raise small singular values 493-fold, and with them the rounding beside a matrix of rank one."""
+    u, values, v = np.linalg.svd(np.random.default_rng(1).normal(size=shape), full_matrices=False)
+    values = {"noise": values, "steep": np.geomspace(1, 1e-4, len(values)), "rank one": np.eye(1, len(values))[0]}[spectrum]
+    g = jnp.asarray(1e-3 * (u * values) @ v, jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = orthogonalize_via_newton_schulz(g, jnp.asarray(DION, jnp.float32))
+    ours = optimizer.newton_schulz(g[None])[0]
+    close(ours, theirs, rtol)
+    close(ours, newton_schulz64(np.asarray(g, np.float64)), rtol)
+
+
+def test_bfloat16_products_stay_near_float32():
+    """Fails when more than the operands of the products are rounded: the direction would turn by more than 1%."""
+    g = jnp.asarray(np.random.default_rng(2).normal(size=(4, 64, 128)), jnp.float32)
+    exact, low = optimizer.newton_schulz(g), optimizer.newton_schulz(g, jnp.bfloat16)
+    assert low.dtype == jnp.float32
+    cosine = jnp.sum(exact * low) / jnp.sqrt(jnp.sum(exact**2) * jnp.sum(low**2))
+    assert 0.9999 < float(cosine) < 0.9999999
+
+
+@pytest.mark.parametrize("radius", ["joint", "per_expert"])
+def test_muonh_equals_float64(pocket, radius):
+    """Fails when momentum, Nesterov, the per-matrix direction, the group of a radius or the step differs from the formulas."""
+    run = a_run(pocket, f"optim.radius={radius}")
+    history, update = train(run, 3)
+    for name, dims in RADIUS[radius].items():
+        w = np.asarray(history[0][name], np.float64)
+        momentum = np.zeros_like(w)
+        for step in range(3):
+            g = np.asarray(gradients(step)[name], np.float64)
+            momentum = 0.95 * momentum + g
+            direction = each_matrix(newton_schulz64, 0.95 * momentum + g)
+            w = hyperball64(w, direction, schedule.learning_rates(run, step).muonh, dims)
+        close(history[3][name], w, 1e-5)
+        close(update.state[name].m, momentum, 1e-6)
+        assert not np.allclose(history[3][name], history[0][name], rtol=1e-3)
+
+
+@pytest.mark.parametrize("radius", ["joint", "per_expert"])
+def test_radii_are_kept(pocket, radius):
+    """Fails when a Frobenius radius moves by more than 1e-5 of itself over 200 updates, or experts do not trade norm
+    under `joint`."""
+    run = a_run(pocket, f"optim.radius={radius}", "optim.lr_scale=2")
+    matrices = {name: x for name, x in LEAVES.items() if x.kind in ("matrix", "readout")}
+    history, _ = train(run, 200, matrices)
+    for name, dims in {**RADIUS[radius], "readout": (0, 1)}.items():
+        before, after = (np.asarray(h[name], np.float64) for h in (history[0], history[-1]))
+        ratio = np.sqrt(sums(after, after, dims) / sums(before, before, dims))
+        assert np.abs(ratio - 1).max() < 1e-5
+        assert np.sqrt(((after - before) ** 2).sum() / (before**2).sum()) > 0.5  # it went somewhere
+    each = [np.linalg.norm(np.asarray(h["experts"], np.float64), axis=(2, 3)) for h in (history[0], history[-1])]
+    assert (np.abs(each[1] / each[0] - 1).max() > 1e-2) == (radius == "joint")
+
+
+def test_adam_equals_optax_and_float64(pocket):
+    """Fails when a moment, a bias correction or epsilon differs; against optax where float32 keeps its 1 - beta^t
+    (beta2 0.95), against float64 where it does not (0.9999)."""
+    large = a_run(pocket, "data.batch_seqs=65536", "optim.horizon_tokens=3355443200", "optim.warmup_frac=0")
+    assert scaling.rates(large).beta2 == 0.95 and scaling.rates(pocket).beta2 == 0.9999
+    leaves = {name: x for name, x in LEAVES.items() if x.kind in ("plain", "gate")}
+    for run in (large, a_run(pocket)):
+        history, _ = train(run, 5, leaves)
+        c = scaling.rates(run)
+        theirs = optax.adam(lambda t, run=run: schedule.learning_rates(run, t).adam, c.beta1, c.beta2, c.eps)
+        for name in leaves:
+            p = np.asarray(history[0][name], np.float64)
+            m, v = np.zeros_like(p), np.zeros_like(p)
+            for t in range(5):
+                g = np.asarray(gradients(t, leaves)[name], np.float64)
+                m, v = c.beta1 * m + (1 - c.beta1) * g, c.beta2 * v + (1 - c.beta2) * g**2
+                u = m / (1 - c.beta1 ** (t + 1)) / (np.sqrt(v / (1 - c.beta2 ** (t + 1))) + c.eps)
+                p = p - schedule.learning_rates(run, t).adam * u
+            close(history[5][name], p, 1e-6)
+        if c.beta2 == 0.95:
+            params = with_optax(theirs, history[0], 5, leaves)
+            for name in leaves:
+                close(history[5][name], params[name], 1e-6)
+
+
+def test_adamh_equals_float64(pocket):
+    """Fails when the readout's direction is not Adam's, or its step not the hyperball's at the MuonH rate."""
+    run = a_run(pocket)
+    history, _ = train(run, 4, {"readout": LEAVES["readout"]})
+    c = scaling.rates(run)
+    w = np.asarray(history[0]["readout"], np.float64)
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t in range(4):
+        g = np.asarray(gradients(t, {"readout": LEAVES["readout"]})["readout"], np.float64)
+        m, v = 0.9 * m + 0.1 * g, c.beta2 * v + (1 - c.beta2) * g**2
+        u = m / (1 - 0.9 ** (t + 1)) / (np.sqrt(v / (1 - c.beta2 ** (t + 1))) + c.eps)
+        w = hyperball64(w, u, schedule.learning_rates(run, t).muonh, (0, 1))
+    close(history[4]["readout"], w, 1e-6)
+
+
+DECAYED = {"wide", "tall", "experts", "shared", "readout", "embed", "router"}
+
+
+def test_adamw_equals_optax(pocket):
+    """Fails when AdamW's update, its constants, its rate or the set of decayed leaves is another."""
+    run = a_run(pocket, "optim.rule=adamw", "optim.weight_decay=0.3")
+    history, update = train(run, 10)
+    mask = {name: name in DECAYED for name in LEAVES}
+    theirs = optax.adamw(lambda t: 3e-3 * schedule.fraction(run, t), 0.9, 0.95, 1e-8, weight_decay=0.3, mask=mask)
+    params = with_optax(theirs, history[0], 10)
+    for name in LEAVES:
+        close(history[10][name], params[name], 3e-6)
+    assert all(isinstance(s, optimizer.Moments) for s in update.state.values())
+
+
+def test_muon_equals_optax(pocket):
+    """Fails when Muon's momentum, its start, the scale by shape, or the matrices of a stack differ from optax."""
+    run = a_run(pocket, "optim.rule=muon", "optim.weight_decay=0.3")
+    history, update = train(run, 10)
+    matrix = {
+        name: MuonDimensionNumbers(len(x.shape) - 2, len(x.shape) - 1) for name, x in LEAVES.items() if x.kind == "matrix"
+    }
+    share = partial(schedule.fraction, run)
+    theirs = optax.partition(
+        {
+            "muon": optax_muon(
+                lambda t: schedule.learning_rates(run, t).muonh,
+                ns_coeffs="dion",
+                weight_decay=0.3,
+                muon_weight_dimension_numbers=lambda p: {
+                    n: matrix[n] if not isinstance(x, optax.MaskedNode) else x for n, x in p.items()
+                },
+            ),
+            "decayed": optax.adamw(lambda t: 3e-3 * share(t), 0.9, 0.95, 1e-8, weight_decay=0.3),
+            "rest": optax.adam(lambda t: 3e-3 * share(t), 0.9, 0.95, 1e-8),
+        },
+        {name: "muon" if x.kind == "matrix" else "decayed" if name in DECAYED else "rest" for name, x in LEAVES.items()},
+    )
+    params = with_optax(theirs, history[0], 10)
+    for name in LEAVES:
+        close(history[10][name], params[name], 3e-5)
+    assert isinstance(update.state["experts"], optimizer.Momentum) and isinstance(update.state["readout"], optimizer.Moments)
+
+
+def test_decay_of_gates_and_router(pocket):
+    """Fails when wd(t) = 0.02 (1 - t / N) is not added to Adam's direction of gates and router, or reaches another leaf."""
+    plain = train(a_run(pocket), 3)[0]
+    run = a_run(pocket, "optim.decay=gates_router", "optim.decay_peak=5")
+    decayed = train(run, 3)[0]
+    for name in LEAVES:
+        assert np.array_equal(plain[3][name], decayed[3][name]) == (name not in ("router", "head_gate"))
+    # the moments do not know of the decay, so both runs have the same directions
+    p = np.asarray(plain[0]["router"], np.float64)
+    for t in range(3):
+        lr = schedule.learning_rates(run, t).adam
+        moved = np.asarray(plain[t + 1]["router"], np.float64) - np.asarray(plain[t]["router"], np.float64)
+        p = p + moved - lr * 5 * (1 - t / 200) * p
+    close(decayed[3]["router"], p, 1e-5)
+
+
+@pytest.mark.parametrize("rule", ["hyperball", "muon", "adamw"])
+def test_no_gradient_gives_no_nan_and_no_turn(pocket, rule):
+    """Fails when an expert without tokens, or a run whose first gradients are all zero, divides by zero."""
+    run = a_run(pocket, f"optim.rule={rule}", "optim.weight_decay=0", "optim.warmup_frac=0")
+    device_mesh = mesh.make(run)
+    with jax.set_mesh(device_mesh):
+        opt = optimizer.make(run, LEAVES)
+        params = leaf.init(LEAVES, device_mesh, 0)
+        update = jax.jit(opt.update)(jax.tree.map(jnp.zeros_like, params), opt.init(params), params, jnp.int32(0))
+    for name in LEAVES:
+        close(update.params[name], params[name], 1e-6)
+    assert float(update.grad_norm["total"]) == 0.0
+    history, update = train(run, 2)
+    assert all(np.isfinite(x).all() for x in history[-1].values())
+    if rule != "adamw":
+        before, after = history[0]["experts"][:, 3], history[-1]["experts"][:, 3]
+        turn = 1 - np.sum(before * after, (1, 2)) / np.sqrt(np.sum(before**2, (1, 2)) * np.sum(after**2, (1, 2)))
+        assert np.abs(turn).max() < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["hyperball", "muon", "adamw"])
+def test_eight_devices_equal_one(pocket, rule):
+    """Fails when a norm of a divided leaf counts shards twice or not at all, when Newton-Schulz sees a piece of a matrix,
+    or when a state or a parameter leaves its leaf's sharding."""
+    settings = [f"optim.rule={rule}", "optim.clip=global", "optim.decay=gates_router"]
+    alone, one = train(a_run(pocket, *settings), 4)
+    many, eight = train(a_run(pocket, *settings, "mesh.data=2", "mesh.expert=4", "routing.exchange=dense"), 4)
+    for name, x in LEAVES.items():
+        close(many[4][name], alone[4][name], 1e-5)
+        for array in (eight.params[name], *eight.state[name]):
+            assert array.sharding.spec == x.spec and array.sharding.num_devices == 8
+            assert array.dtype == jnp.float32
+    for got, want in ((eight.grad_norm, one.grad_norm), (eight.param_norm, one.param_norm)):
+        assert got.keys() == want.keys()
+        assert all(float(got[k]) == pytest.approx(float(want[k]), rel=1e-5) for k in want)
+
+
+def test_norms_by_part_and_clipping(pocket):
+    """Fails when a norm misses a leaf, mixes parts, or is taken after the clipping; when clipping differs from optax."""
+    run = a_run(pocket, "optim.clip=global", "optim.clip_norm=0.7", "optim.rule=adamw")
+    leaves = {**LEAVES, "gate": Leaf("L E Z F", (2, 8, 8, 16), P(None, "expert", None, "data"), 0.1, "matrix", "routed")}
+    history, update = train(run, 1, leaves)
+    square = {name: np.square(np.asarray(g, np.float64)).sum() for name, g in gradients(0, leaves).items()}
+    parts = {part: sum(square[n] for n, x in leaves.items() if x.part == part) for part in {x.part for x in leaves.values()}}
+    want = {part: np.sqrt(v) for part, v in parts.items()} | {"total": np.sqrt(sum(square.values()))}
+    assert {k: float(v) for k, v in update.grad_norm.items()} == pytest.approx(want, rel=1e-6)
+    total = np.sqrt(sum(np.square(np.asarray(p, np.float64)).sum() for p in history[1].values()))
+    assert float(update.param_norm["total"]) == pytest.approx(total, rel=1e-6)
+    clipped, _ = optax.clip_by_global_norm(0.7).update(gradients(0, leaves), optax.EmptyState())
+    for name in leaves:
+        close(update.state[name].m, 0.1 * np.asarray(clipped[name]), 1e-6)
+    unclipped, off = train(a_run(pocket, "optim.clip=global", "optim.clip_norm=1e6", "optim.rule=adamw"), 1, leaves)
+    close(off.state["embed"].m, 0.1 * np.asarray(gradients(0, leaves)["embed"]), 1e-6)
+
+
+def test_the_update_does_not_remember_its_calls(pocket):
+    """Fails when anything but the step integer says which update it is: the same call twice gives the same bits."""
+    run = a_run(pocket)
+    start = train(run, 2)[1]
+    with jax.set_mesh(mesh.make(run)):
+        one = jax.jit(optimizer.make(run, LEAVES).update)
+        first, second = (one(gradients(7), start.state, start.params, jnp.int32(7)) for _ in range(2))
+        late = one(gradients(7), start.state, start.params, jnp.int32(150))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), first, second))
+    assert not np.array_equal(first.params["experts"], late.params["experts"])
+    assert {type(leaf).__name__ for leaf in jax.tree.leaves(start.state)} == {"ArrayImpl"}
+
+
+def test_the_reference_shapes_trace_on_704_devices(pocket):
+    """Fails when a leaf of the reference run cannot be stepped on 11 x 64 devices, or its experts' Newton-Schulz is repeated."""
+    run = spec.override(pocket, ["mesh.replica=11", "mesh.expert=64", "data.batch_seqs=704", "evals.batch_seqs=704", "model.width=6144",
+                                 "moe.experts=384", "routing.exchange=pooled_wave"])  # fmt: skip
+    leaves = {
+        "experts": Leaf("L E Z F", (48, 384, 3072, 3072), P(None, "expert", None, "data"), 0.1, "matrix", "routed"),
+        "q": Leaf("L D HA", (48, 6144, 6144), P(None, FSDP, None), 0.1, "matrix", "attention"),
+        "readout": Leaf("D V", (6144, 128256), P(FSDP, None), 0.1, "readout", "readout"),
+    }
+    with jax.sharding.use_abstract_mesh(mesh.abstract(run)):
+        params = leaf.shapes(leaves, mesh.abstract(run))
+        opt = optimizer.make(run, leaves)
+        state = jax.eval_shape(opt.init, params)
+        out = jax.eval_shape(opt.update, params, state, params, jax.ShapeDtypeStruct((), jnp.int32))
+        for name, x in leaves.items():
+            assert out.params[name].sharding.spec == x.spec
+            assert all(s.sharding.spec == x.spec for s in state[name])
+        assert optimizer._whole(leaves["experts"]) == P("data", "expert", None, None)
+
+
+def test_layers_divide_over_freed_axes(pocket):
+    """Fails when whole matrices are repeated on axes that could divide their stack."""
+    with jax.sharding.use_abstract_mesh(
+        mesh.abstract(spec.override(pocket, ["mesh.data=2", "mesh.expert=4", "routing.exchange=dense"]))
+    ):
+        for dims, shape, where, want in [
+            ("L D F", (8, 16, 24), P(None, FSDP, None), P(FSDP, None, None)),
+            ("L D F", (6, 16, 24), P(None, FSDP, None), P("data", None, None)),
+            ("L D F", (3, 16, 24), P(None, None, FSDP), P(None, None, None)),
+            ("L E Z F", (4, 8, 16, 24), P(None, "expert", None, "data"), P("data", "expert", None, None)),
+            ("L J D G", (3, 2, 16, 24), P(None, None, FSDP, None), P(None, "data", None, None)),
+            ("D F", (16, 24), P(FSDP, None), P(None, None)),
+        ]:
+            assert optimizer._whole(Leaf(dims, shape, where, 0.1, "matrix", "x")) == want
