@@ -14,8 +14,10 @@ at, so a crash between writing the new and deleting the old does no harm.
 
 import contextlib
 import json
+import math
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,6 +112,19 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def finite(body: Any) -> Any:
+    """The same JSON value with null for every number that is not finite, as strict readers want it.
+
+    >>> finite({"loss": [1.0, float("nan")]})
+    {'loss': [1.0, None]}
+    """
+    if isinstance(body, dict):
+        return {key: finite(value) for key, value in body.items()}
+    if isinstance(body, list | tuple):
+        return [finite(value) for value in body]
+    return None if isinstance(body, float) and not math.isfinite(body) else body
+
+
 def open_lines(path: Path) -> int:
     """A file handle for appending lines; a line that a killed process left unfinished is closed off."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -181,9 +196,10 @@ def signature() -> dict[str, Any]:
 
 
 def writing(folder: Path) -> bool:
-    """Whether a live process of this machine is the run's writer."""
+    """Whether a live process is the run's writer; one on another machine counts while it wrote in the last two minutes."""
     with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
         body = json.loads((folder / "writer.lock").read_bytes())
-        started = psutil.Process(body["pid"]).create_time()
-        return body["host"] == socket.gethostname() and abs(started - body["started"]) < 10
+        if body["host"] != socket.gethostname():
+            return any(time.time() - os.stat(path).st_mtime < 120 for _, path in listing(folder).tails)
+        return abs(psutil.Process(body["pid"]).create_time() - body["started"]) < 10
     return False

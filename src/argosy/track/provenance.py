@@ -43,14 +43,19 @@ def _git(root: Path, *words: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def packages(*names: str) -> dict[str, str]:
+    """The installed versions of the named distributions, those that are there; of all without names."""
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {name: found[name] for name in sorted(found, key=str.lower) if not names or name in names}
+
+
 def environment() -> dict[str, Any]:
     """Python, machine, and the version of every installed package."""
-    packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
         "machine": platform.machine(),
-        "cpus": os.cpu_count(),
+        "processors": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "packages": {name: packages[name] for name in sorted(packages, key=str.lower)},
+        "packages": packages(),
     }
