@@ -204,20 +204,22 @@ def check(run: spec.Run, sizes: Mapping[str, int]) -> None:
 
 
 def _nearest_legal(run: spec.Run, sizes: Mapping[str, int]) -> str:
-    """The longest horizon (or, under simulated epoching, the largest reference) within the epoch limit, and its alternative."""
-    unit = spec.tokens_per_step(run)
-    simulated = run.data.epoching == "simulated" and run.data.mixture_reference_tokens > run.optim.horizon_tokens
-    key = "data.mixture_reference_tokens" if simulated else "optim.horizon_tokens"
-    asked = run.data.mixture_reference_tokens if simulated else run.optim.horizon_tokens
-    worst = max(exposure(run, sizes).values())
-    value = int(asked * run.data.max_epochs / worst) // unit * unit
-    for _ in range(200):
-        if value < unit:
-            break
+    """The longest horizon within the epoch limit, and the limit that would do.
+
+    Under simulated epoching the reference decides instead, as long as it is longer than the horizon.
+    """
+    unit, worst = spec.tokens_per_step(run), max(exposure(run, sizes).values())
+    horizon, reference = run.optim.horizon_tokens, run.data.mixture_reference_tokens
+    simulated = run.data.epoching == "simulated" and reference > horizon
+    value = int((reference if simulated else horizon) * run.data.max_epochs / worst) // unit * unit
+    while value >= unit:
+        keys = ["data.mixture_reference_tokens"] if simulated else []
+        keys += ["optim.horizon_tokens"] if not simulated or value < horizon else []
         try:
-            if max(exposure(spec.override(run, [f"{key}={value}"]), sizes).values()) <= run.data.max_epochs:
-                return f"{key}={value:,}, or data.max_epochs={math.ceil(worst)}"
-        except ValueError:
+            offered = spec.override(run, [f"{key}={value}" for key in keys])
+            if max(exposure(offered, sizes).values()) <= run.data.max_epochs:
+                return f"{' and '.join(f'{key}={value:,}' for key in keys)}, or data.max_epochs={math.ceil(worst)}"
+        except ValueError:  # too short for a sequence of each source
             break
         value = min(value - unit, value * 99 // 100 // unit * unit)
     return f"data.max_epochs={math.ceil(worst)}"
@@ -241,6 +243,8 @@ def spans(run: spec.Run, sizes: Mapping[str, int], step: int, rows: range | None
     one = next((s for s in phases if s.start <= step < s.stop), None)
     if one is None or step < 0:
         raise ValueError(f"step {step:,} is not in the run, which has {phases[-1].stop:,}: 0 to {phases[-1].stop - 1:,}")
+    if not rows:
+        return []
     names, first = list(one.counts), one.start * batch
     number = (step - one.start) * batch + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
     block = number // one.block_seqs

@@ -34,6 +34,7 @@ HELD_OUT_MOST_FRAC = 0.15  # ... but never more than this share of a small sourc
 SAMPLE_BYTES_PER_TOKEN = 4096  # the tokenizer is trained on this much text per entry of its vocabulary
 BATCH_BYTES = 4 << 20
 ORPHAN = "prose of a file that is left out"
+Splits = dict[str, dict[str, list[Document]]]  # source -> split -> documents in rank order
 LeftOut = dict[str, dict[str, list[int]]]  # source -> reason -> [documents, bytes]
 
 
@@ -87,10 +88,9 @@ def _corpus(
     if not kept:
         raise ValueError(f"no text in {', '.join(inputs)}; left out: {json.dumps(left_out) if left_out else 'nothing'}")
     held_out = hold_out(kept)
-    splits: dict[str, dict[str, list[Document]]] = {document.source: {} for document in kept}
+    splits: Splits = {document.source: {tokens.TRAIN: [], tokens.HELD_OUT: []} for document in kept}
     for document in sorted(kept, key=lambda d: rank(d.id)):
-        split = tokens.HELD_OUT if document.id in held_out else tokens.TRAIN
-        splits[document.source].setdefault(split, []).append(document)
+        splits[document.source][tokens.HELD_OUT if document.id in held_out else tokens.TRAIN].append(document)
     with stage("tokenizer"):
         known = own or tokenizers.train(_sample(splits, vocab), vocab)
     (place / "tokenizer.json").write_text(known.to_str(), encoding="utf-8")
@@ -196,12 +196,12 @@ def hold_out(kept: Sequence[Document]) -> set[str]:
     return held
 
 
-def _sample(splits: Mapping[str, Mapping[str, Sequence[Document]]], vocab: int) -> Iterator[str]:
+def _sample(splits: Splits, vocab: int) -> Iterator[str]:
     """Training text for the tokenizer, as much of every source (in rank order, so a random part of it)."""
     share = vocab * SAMPLE_BYTES_PER_TOKEN // len(splits)
     for one in splits.values():
         left = share
-        for document in one.get(tokens.TRAIN, ()):
+        for document in one[tokens.TRAIN]:
             if left <= 0:
                 break
             yield document.text[:left]
@@ -211,9 +211,7 @@ def _sample(splits: Mapping[str, Mapping[str, Sequence[Document]]], vocab: int) 
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def _store(
-    place: Path, tokenizer: tokenizers.Tokenizer, splits: Mapping[str, Mapping[str, Sequence[Document]]]
-) -> tuple[bool, dict[str, Any]]:
+def _store(place: Path, tokenizer: tokenizers.Tokenizer, splits: Splits) -> tuple[bool, dict[str, Any]]:
     """Tokenize and write every split; return whether the tokens add up to the text's bytes, and the sources' ledger."""
     lengths, doc, exact = tokenizers.byte_lengths(tokenizer), tokenizers.doc_token(tokenizer), True
     sources: dict[str, Any] = {}
@@ -221,6 +219,8 @@ def _store(
         for source, one in splits.items():
             sources[source] = {}
             for split, part in one.items():
+                if not part:
+                    continue
                 coded: list[ndarray] = []
                 for batch in _batches(part):
                     coded += tokenizers.encode(tokenizer, [d.text for d in batch])

@@ -119,8 +119,8 @@ class Store:
         self.folder, self.ledger = folder, ledger
         self.sources: tuple[str, ...] = tuple(ledger["sources"])
         self.held_out_sources = tuple(name for name in self.sources if HELD_OUT in ledger["sources"][name])
-        self.sizes: dict[str, int] = {name: ledger["sources"][name][TRAIN]["tokens"] for name in self.sources}
-        self.sizes |= dict.fromkeys(ledger["absent"], 0)
+        training = {name: one.get(TRAIN, {"tokens": 0})["tokens"] for name, one in ledger["sources"].items()}
+        self.sizes: dict[str, int] = training | dict.fromkeys(ledger["absent"], 0)
         self.checksum: str = ledger["sha256"]
         self.doc: int = ledger["tokenizer"]["doc"]
         self.vocab: int = ledger["tokenizer"]["vocab"]
