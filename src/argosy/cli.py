@@ -67,6 +67,7 @@ def voyage(
     seed: int | None = None,
     home: Path = default_home(),
     port: int = 8700,
+    json: Json = False,
 ) -> None:
     """The main job, whole: plan, data, train, evaluate, summarise, with a live page.
 
@@ -77,11 +78,14 @@ def voyage(
         seed: Seed of the run; the recipe's by default.
         home: Where runs and corpora live (or ARGOSY_HOME).
         port: First port to try for the page.
+        json: Print the summary as JSON alone.
     """
     from argosy import voyage as job
 
     host = spec.Host(home=home, name=run_name(recipe, as_), port=port)
-    job.whole(resolve(recipe, settings, seed), host)
+    result = job.whole(resolve(recipe, settings, seed), host, json=json)
+    if json:
+        emit(result)
 
 
 @app.command
@@ -93,6 +97,7 @@ def train(
     seed: int | None = None,
     home: Path = default_home(),
     stop_after: int | None = None,
+    json: Json = False,
 ) -> None:
     """The training alone; a second call goes on from the last checkpoint.
 
@@ -103,11 +108,15 @@ def train(
         seed: Seed of the run; the recipe's by default.
         home: Where runs and corpora live (or ARGOSY_HOME).
         stop_after: Stop, with a checkpoint, once this many updates of the run are finished.
+        json: Print the summary as JSON alone.
     """
     from argosy import voyage as job
 
-    host = spec.Host(home=home, name=run_name(recipe, as_))
-    job.train_only(resolve(recipe, settings, seed), host, stop_after)
+    run, host = resolve(recipe, settings, seed), spec.Host(home=home, name=run_name(recipe, as_))
+    job.begin(run, host)
+    job.train(run, host, stop_after)
+    result = job.summary(host)
+    emit(result) if json else job.show_summary(result, console())
 
 
 @app.command

@@ -6,6 +6,10 @@ Command: `make voyage` or `argosy voyage pocket`.
 from argosy.spec import Compute, Data, Evals, Mesh, Model, Moe, Optim, Phase, Routing, Run
 
 
+def mixture(**weights: float) -> tuple[tuple[str, float], ...]:
+    return tuple((source, float(weight)) for source, weight in weights.items())
+
+
 def run() -> Run:
     """The pocket run."""
     return Run(
@@ -58,8 +62,8 @@ def run() -> Run:
             seq_len=256,
             batch_seqs=8,
             phases=(
-                Phase(name="main", until_frac=0.8, weights=(("library", 0.5), ("tests", 0.25), ("prose", 0.15), ("topics", 0.1))),
-                Phase(name="cooldown", until_frac=1.0, weights=(("library", 0.6), ("tests", 0.1), ("prose", 0.2), ("topics", 0.1))),
+                Phase(name="main", until_frac=0.8, weights=mixture(library=35, packages=30, tests=15, prose=15, topics=5)),
+                Phase(name="cooldown", until_frac=1.0, weights=mixture(library=40, packages=30, tests=5, prose=20, topics=5)),
             ),
             mixture_reference_tokens=2_097_152,
             epoching="plain",

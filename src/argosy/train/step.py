@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from argosy import leaf, spec
@@ -39,22 +40,25 @@ class Stats(NamedTuple):
 
 
 def init(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
-    """The state before the first update: parameters from the run's seed, everything else zero."""
+    """The state before the first update: parameters from the run's seed, everything else zero.
+
+    Like everything here it is called with the run's mesh in place (`jax.set_mesh`).
+    """
     leaves = transformer.leaves(run)
     params = leaf.init(leaves, mesh, run.seed)
     opt = optimizer.make(run, leaves).init(params)
-    with jax.set_mesh(mesh):
-        bias = jnp.zeros((run.model.layers, run.moe.experts), jnp.float32)
-        return State(jnp.zeros((), jnp.int32), params, opt, bias)
+    bias = jnp.zeros((run.model.layers, run.moe.experts), jnp.float32)
+    return State(jnp.zeros((), jnp.int32), params, opt, bias)
 
 
 def abstract(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
     """Shapes, dtypes and shardings of the state, nothing allocated: what a checkpoint is restored into."""
-    with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(lambda: init(run, mesh))
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec)), shapes
-    )
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        where = x.sharding.spec if x.sharding is not None else P()  # a scalar has none
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, where))
+
+    return jax.tree.map(placed, jax.eval_shape(lambda: init(run, mesh)))
 
 
 def train_step(run: spec.Run, state: State, batch: Batch) -> tuple[State, Stats]:
