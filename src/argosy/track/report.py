@@ -219,11 +219,11 @@ def diff_table(body: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def fixed(value: float | None) -> str:
+def fixed(value: float | int | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def compact(value: float | None) -> str:
+def compact(value: float | int | None) -> str:
     """A large number in four letters or so.
 
     >>> compact(2_097_152), compact(18_005_000_000_000), compact(None)
@@ -237,7 +237,7 @@ def compact(value: float | None) -> str:
     return f"{value:g}"
 
 
-def age(seconds: float) -> str:
+def age(seconds: float | int) -> str:
     """A time span in its largest unit.
 
     >>> age(3), age(200), age(90_000)

@@ -1,0 +1,184 @@
+"""The page in a real headless Chromium, driven through chromedriver's plain HTTP protocol."""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from conftest import evaluation, row
+
+from argosy.track import server, store
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver (Debian: chromium chromium-driver)"
+)
+
+MAIN = ["loss", "heldout", "entropy", "load", "drops", "bias", "heat", "speed", "mfu", "grad", "rates"]
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,4000",
+]  # fmt: skip
+
+
+class Browser:
+    """A browser session."""
+
+    def __init__(self, port):
+        self.base = f"http://127.0.0.1:{port}/session"
+        options = {"args": FLAGS, "binary": CHROMIUM}
+        always = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self.base += "/" + self.post("", capabilities={"alwaysMatch": always})["sessionId"]
+
+    def post(self, path, **body):
+        request = urllib.request.Request(self.base + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def run(self, script):
+        return self.post("/execute/sync", script=script, args=[])
+
+    def until(self, script, seconds=20):
+        """Wait until a script gives something true."""
+        deadline = time.monotonic() + seconds
+        while not (found := self.run(script)):
+            assert time.monotonic() < deadline, f"never true: {script}; {self.run('return document.body.innerText')[:600]}"
+            time.sleep(0.1)
+        return found
+
+    def errors(self):
+        severe = [entry["message"] for entry in self.post("/se/log", type="browser") if entry["level"] == "SEVERE"]
+        return severe + self.run("return window.argosyErrors")
+
+
+@pytest.fixture
+def browser():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as driver:
+        try:
+            for _ in range(100):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+                time.sleep(0.1)
+            session = Browser(port)
+            yield session
+            request = urllib.request.Request(session.base, method="DELETE")
+            urllib.request.urlopen(request, timeout=30).close()
+        finally:
+            driver.terminate()
+
+
+def drawn(key):
+    """A script: how many curves (or heat map images) of a chart are on the screen."""
+    return (
+        f"return [...document.querySelectorAll('#chart-{key} .scatterlayer path.js-line')].filter((p) => p.getTotalLength() > 20).length"
+        f" + document.querySelectorAll('#chart-{key} .heatmaplayer image').length"
+    )
+
+
+def test_every_chart_draws(home, browser):
+    """Fails when a chart stays empty, a script error is logged, or a request goes to another host."""
+    with server.serve(home, "pocket", 0) as address:
+        browser.post("/url", url=address + "?live=off")
+        for key in MAIN:
+            browser.until(drawn(key))
+        counts = {key: browser.run(drawn(key)) for key in MAIN}
+        assert counts["heldout"] == 5 and counts["drops"] == 3 and counts["bias"] == 2 and counts["grad"] == 2
+        assert browser.run("return document.getElementById('name').textContent") == "pocket"
+        assert browser.run("return document.getElementById('state').innerText") == "Done"
+        way = browser.run("return document.getElementById('way').textContent")
+        assert way == "2.1M of 2.1M tokens · update 1,024 of 1,024 · 100% · attempt 2"
+        tiles = browser.run("return document.getElementById('tiles').innerText")
+        assert "3.590" in tiles and "12% below gzip -9 (2.12)" in tiles and "2.00%" in tiles
+        assert (
+            browser.run("return document.querySelectorAll('#chart-heldout .shapelayer path').length") >= 4
+        )  # gzip, per source
+        assert "gzip 1.820" in browser.run("return document.getElementById('chart-heldout').innerHTML")
+        happened = browser.run("return document.getElementById('happened').innerText")
+        assert "loss spike (rolled back)" in happened and "checksum 5f1d77c2" in happened and "attempt 1: stopped" in happened
+        config = browser.run("return document.getElementById('config').innerText")
+        assert "main to 80%: library 50%, tests 25%, prose 15%, topics 10%" in config
+
+        tokens = browser.run("return document.getElementById('chart-loss').layout.xaxis.range[1]")
+        browser.run("document.querySelector('input[value=share]').click()")
+        browser.until("return document.getElementById('chart-loss').layout.xaxis.title.text === 'share of the run'")
+        share = browser.run("return document.getElementById('chart-loss').layout.xaxis.range[1]")
+        assert tokens > 2e6 and 0.9 < share < 1.1
+        browser.run("document.querySelector('#more summary').click(); document.getElementById('more').scrollIntoView()")
+        browser.until(drawn("params"))
+        hosts = browser.run(
+            "return [...new Set(performance.getEntriesByType('resource').map((entry) => new URL(entry.name).host))]"
+        )
+        assert [f"http://{host}/" for host in hosts] == [address]
+        assert browser.errors() == []
+
+
+def test_the_page_follows_a_run(home, browser):
+    """Fails when new rows, a new metric or the end of a run do not reach an open page by themselves."""
+    with server.serve(home, "planned", 0) as address:
+        browser.post("/url", url=address + "?live=stream")
+        browser.until("return document.getElementById('notice').textContent.startsWith('Nothing was recorded yet')")
+        browser.until("return document.querySelector('#chart-loss .empty')?.textContent.includes('from the first update on')")
+        with store.open_writer(home / "runs" / "planned", 0) as writer:
+            for step in range(1, 30):
+                writer.record(step, row(step, 1024))
+            browser.until("return document.getElementById('state-word').textContent === 'Running'")
+            browser.until(drawn("loss"))
+            browser.until("return document.getElementById('way').textContent.includes('update 29 of 1,024')")
+            writer.record(30, row(30, 1024))
+            writer.record(30, evaluation(30))
+            browser.until("return document.getElementById('way').textContent.includes('update 30 of 1,024')")
+            browser.until("return document.getElementById('tiles').innerText.includes('bits/byte')")
+            assert browser.run("return page.series['train/loss'].step.length") == 30
+            writer.record(31, row(31, 1024))
+            browser.until("return page.series['train/loss'].step.at(-1) === 31")
+            assert browser.run("return page.series['train/loss'].step") == list(range(1, 32))
+            writer.close("stopped")
+        browser.until("return document.getElementById('state-word').textContent === 'Stopped'")
+        assert browser.errors() == []
+
+
+def test_narrow_and_dark(home, browser):
+    """Fails when the page is wider than a phone, or stays light where the reader asks for dark."""
+    with server.serve(home, "pocket", 0) as address:
+        send = {
+            "cmd": "Emulation.setDeviceMetricsOverride",
+            "params": {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True},
+        }
+        browser.post("/goog/cdp/execute", **send)
+        send = {
+            "cmd": "Emulation.setEmulatedMedia",
+            "params": {"features": [{"name": "prefers-color-scheme", "value": "dark"}]},
+        }
+        browser.post("/goog/cdp/execute", **send)
+        browser.post("/url", url=address + "?live=off")
+        browser.until(drawn("loss"))
+        assert browser.run("return document.documentElement.scrollWidth") <= 390
+        ground, ink = browser.run(
+            "return [getComputedStyle(document.body).backgroundColor, document.getElementById('chart-loss').layout.font.color]"
+        )
+        assert ground == "rgb(13, 19, 26)" and ink == "#9aa9b8"
+        assert browser.errors() == []
+
+
+def test_a_hostile_name_is_only_text(home, browser):
+    """Fails when what a run recorded is taken for markup."""
+    folder = home / "runs" / "planned"
+    with store.open_writer(folder, 0) as writer:
+        writer.record(1, row(1, 1024) | {"grad/norm/<img src=x onerror=alert(1)>": 1.0})
+        writer.record(2, row(2, 1024) | {"grad/norm/<img src=x onerror=alert(1)>": 1.0})
+        writer.event("<script>alert(1)</script>", 1, text="<b>bold</b><img src=x onerror=alert(2)>")
+    with server.serve(home, "planned", 0) as address:
+        browser.post("/url", url=address + "?live=off")
+        browser.until(drawn("loss"))
+        browser.until("return document.getElementById('happened').innerText.includes('<script>')")
+        browser.run("document.getElementById('chart-grad').scrollIntoView()")
+        browser.until(drawn("grad"))
+        assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
+        assert browser.errors() == []
