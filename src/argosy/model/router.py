@@ -1,5 +1,6 @@
 """Logits to experts and weights, and the bias that balances them: quantile balancing and its alternatives."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -160,13 +161,12 @@ def next_bias(
     return jnp.where(some, jnp.mean(beta) - beta, bias)
 
 
-def _grid(low, high, bins):
-    """Width of a bin; a range of zero, or of a few units in the last place, is widened."""
-    return jnp.maximum(high - low, 1e-6 * jnp.maximum(1.0, jnp.abs(low))) / bins
+class Crossing(NamedTuple):
+    """Where a column's count from the top reaches its target."""
 
-
-def _bin(margin, low, width, bins):
-    return jnp.clip(jnp.floor((margin - low) / width), 0, bins - 1).astype(jnp.int32)
+    bin: Int[Array, "E"]  # the last bin with at least `need` values in it or above
+    reached: Int[Array, "E"]  # values in that bin or above
+    inside: Int[Array, "E"]  # values in that bin
 
 
 def quantile(
@@ -178,20 +178,36 @@ def quantile(
     bins: int,
     axes: tuple[str, ...] = (),
 ) -> Float[Array, "E"]:
-    """Upper K/E quantile of each column over the valid tokens of all shards, from a histogram on one grid.
+    """Upper K/E quantile of each column over the valid tokens of all shards, from a histogram on one grid of `bins`.
 
-    The crossing bin, the last with at least T K / E values in it or above, is found by bisection over the bins:
-    counting values above an edge is a compare and a sum, where filling `bins` counters per expert is a scatter.
-    The result is the histogram's to the last bit (`quantile_plain`).
+    `low` and `high` are the range of all margins; a range below 1e-6 of their size is widened to it. Between the edges
+    of the crossing bin the quantile is linear in the counts (reference_run 2, step 5).
     """
     count = margin.shape[1]
-    width = _grid(low, high, bins)
-    place = jnp.where(valid[:, None], _bin(margin, low, width, bins), -1)
+    width = jnp.maximum(high - low, 1e-6 * jnp.maximum(1.0, jnp.abs(low))) / bins
+    place = jnp.clip(jnp.floor((margin - low) / width), 0, bins - 1).astype(jnp.int32)
     tokens = jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes)
-    target = tokens * k  # in units of 1 / E of a token
-    need = (target + count - 1) // count
+    target = tokens * k  # T K / E in units of 1 / E
+    at = crossing(jnp.where(valid[:, None], place, -1), (target + count - 1) // count, tokens, bins, axes)
+    return _interpolate(at, target, count, low, width)
 
-    def halve(_, state):
+
+def _interpolate(at: Crossing, target: jax.Array, count: int, low: jax.Array, width: jax.Array) -> jax.Array:
+    """low + width * (bin + (reached - T K / E) / inside); counts are subtracted as whole numbers, which float32 cannot hold."""
+    over = (at.reached - target // count).astype(jnp.float32) - (target % count).astype(jnp.float32) / count
+    return low + width * (at.bin.astype(jnp.float32) + over / jnp.maximum(at.inside, 1).astype(jnp.float32))
+
+
+def crossing(
+    place: Int[Array, "T E"], need: Int[Array, ""], tokens: Int[Array, ""], bins: int, axes: tuple[str, ...]
+) -> Crossing:
+    """The crossing bin of each column, by bisection over the bins.
+
+    `place` is each value's bin, -1 where it does not count; `tokens` those that count, over all shards; 1 <= `need` <= `tokens`.
+    Counting the values above an edge is a compare and a sum, log2(bins) times; filling bins x E counters is a scatter.
+    """
+
+    def halve(_: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         below, above, c_below, c_above = state
         middle = (below + above) // 2
         c = jax.lax.psum(jnp.sum(place >= middle[None, :], 0, dtype=jnp.int32), axes)
@@ -203,39 +219,21 @@ def quantile(
             jnp.where(enough, c_above, c),
         )
 
-    zero = jnp.zeros((count,), jnp.int32)
-    start = (zero, jnp.full((count,), bins, jnp.int32), zero + tokens, zero)
-    crossing, _, reached, passed = jax.lax.fori_loop(0, (bins - 1).bit_length(), halve, start)
-    return _interpolate(crossing, reached, reached - passed, target, count, low, width)
+    zero = jnp.zeros(place.shape[1:], jnp.int32)
+    start = (zero, zero + bins, zero + tokens, zero)
+    bin_, _, reached, passed = jax.lax.fori_loop(0, (bins - 1).bit_length(), halve, start)
+    return Crossing(bin_, reached, reached - passed)
 
 
-def _interpolate(crossing, reached, inside, target, count, low, width):
-    """low + width * (bin + (reached - T K / E) / inside), the difference taken in whole numbers first."""
-    over = (reached - target // count).astype(jnp.float32) - (target % count).astype(jnp.float32) / count
-    return low + width * (crossing.astype(jnp.float32) + over / jnp.maximum(inside, 1).astype(jnp.float32))
-
-
-def quantile_plain(
-    margin: Float[Array, "T E"],
-    valid: Bool[Array, "T"],
-    k: int,
-    low: Float[Array, ""],
-    high: Float[Array, ""],
-    bins: int,
-    axes: tuple[str, ...] = (),
-) -> Float[Array, "E"]:
-    """The same quantile from a histogram that is really filled: the slow twin of `quantile`."""
-    count = margin.shape[1]
-    width = _grid(low, high, bins)
-    place = _bin(margin, low, width, bins)
-    columns = jnp.broadcast_to(jnp.arange(count)[None, :], place.shape)
-    ones = jnp.broadcast_to(valid[:, None], place.shape).astype(jnp.int32)
-    histogram = jax.lax.psum(jnp.zeros((count, bins), jnp.int32).at[columns, place].add(ones), axes)
+def crossing_plain(
+    place: Int[Array, "T E"], need: Int[Array, ""], tokens: Int[Array, ""], bins: int, axes: tuple[str, ...]
+) -> Crossing:
+    """The same from a histogram that is really filled: the slow twin of `crossing`."""
+    columns = jnp.broadcast_to(jnp.arange(place.shape[1])[None, :], place.shape)
+    histogram = jnp.zeros((place.shape[1], bins), jnp.int32)
+    histogram = histogram.at[columns, jnp.maximum(place, 0)].add((place >= 0).astype(jnp.int32))
+    histogram = jax.lax.psum(histogram, axes)
     above = jnp.cumsum(histogram[:, ::-1], 1)[:, ::-1]
-    target = jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes) * k
-    need = (target + count - 1) // count
-    crossing = jnp.sum(above >= need, 1, dtype=jnp.int32) - 1
-    here = crossing[:, None]
-    reached = jnp.take_along_axis(above, here, 1)[:, 0]
-    inside = jnp.take_along_axis(histogram, here, 1)[:, 0]
-    return _interpolate(crossing, reached, inside, target, count, low, width)
+    bin_ = jnp.sum(above >= need, 1, dtype=jnp.int32) - 1
+    pick = partial(jnp.take_along_axis, indices=bin_[:, None], axis=1)
+    return Crossing(bin_, pick(above)[:, 0], pick(histogram)[:, 0])
