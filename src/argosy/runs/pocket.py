@@ -6,7 +6,7 @@ Command: `make voyage` or `argosy voyage pocket`.
 from argosy.spec import Compute, Data, Evals, Mesh, Model, Moe, Optim, Phase, Routing, Run
 
 
-def mixture(**weights: float) -> tuple[tuple[str, float], ...]:
+def mixture(**weights: int | float) -> tuple[tuple[str, float], ...]:
     return tuple((source, float(weight)) for source, weight in weights.items())
 
 
