@@ -96,7 +96,7 @@ def step_s(run: spec.Run) -> float:
     return sum(r.step_s for r in resources(run))
 
 
-def time(run: spec.Run, goodput: float = GOODPUT) -> dict:
+def time(run: spec.Run, goodput: float | int = GOODPUT) -> dict:
     """Step time, days and throughput.
 
     `floor_step_s` is the time of the busiest resource at its rated rate with all others hidden behind it: no

@@ -153,7 +153,7 @@ def _answers(plan: dict) -> Table:
     return _grid(rows)
 
 
-def _step(plan: dict) -> Table:
+def _step(plan: dict) -> RenderableType:
     table = _table(("", "left"), ("in the step", "right"), ("", "left"), ("rated", "right"))
     total = plan["time"]["step_s"]
     for r in sorted(plan["time"]["resources"], key=lambda r: -r["step_s"]):
@@ -161,9 +161,9 @@ def _step(plan: dict) -> Table:
             rated = Text(duration(r["floor_s"], total), "dim")
             table.add_row(r["name"], duration(r["step_s"], total), bar(r["step_s"] / total, 10), rated)
     table.add_row(Text("step", "bold"), Text(duration(total), "bold"), "", "")
-    if plan["hardware"]["chips"] > 1:
-        table.add_row(Text(f"{plan['time']['efficiency']['hidden']:.0%} of transfers hidden", "dim"), "", "", "")
-    return table
+    if plan["hardware"]["chips"] == 1:
+        return table
+    return Group(table, Text(f"{plan['time']['efficiency']['hidden']:.0%} of transfers hide behind the rest", "dim"))
 
 
 KINDS = {

@@ -13,7 +13,7 @@ def plan(
     run: spec.Run,
     price: float | int | None = None,
     deadline: float | int | str | None = None,
-    goodput: float = cost.GOODPUT,
+    goodput: float | int = cost.GOODPUT,
     start: datetime.date | None = None,
 ) -> dict:
     """Sizes, FLOPs, tokens, learning rates, memory, time and cost of a run.

@@ -113,7 +113,7 @@ def step(run: spec.Run) -> Work:
     )
 
 
-def _dense_products(run: spec.Run) -> float:
+def _dense_products(run: spec.Run) -> int | float:
     """FLOPs per token of a block's forward products, without routed experts and attention scores."""
     m, moe, d = run.model, run.moe, run.model.width
     wide = sum(spec.is_global(m, i) for i in range(m.layers)) / m.layers
@@ -130,7 +130,7 @@ def _attention(run: spec.Run) -> float:
     return sum(4 * m.heads * m.head_width * seen[spec.is_global(m, i)] for i in range(m.layers))
 
 
-def _block_traffic(run: spec.Run) -> float:
+def _block_traffic(run: spec.Run) -> int | float:
     """Bytes per token that one pass of a block moves outside its products."""
     m, moe, size = run.model, run.moe, value_bytes(run)
     d, heads, kv = m.width, m.heads * m.head_width, m.kv_heads_local * m.head_width
@@ -150,7 +150,7 @@ def _block_traffic(run: spec.Run) -> float:
     return size * (norms + attention + shared + branches + latents + routed) + routing
 
 
-def _readout_traffic(run: spec.Run) -> float:
+def _readout_traffic(run: spec.Run) -> int:
     """Bytes per token of the logits: written and read by the loss, then their gradient."""
     return 4 * 4 * run.model.vocab
 
@@ -170,7 +170,7 @@ def state_words(run: spec.Run) -> float:
     return 2 * (sum(mine.values()) - matrices) + matrices * (2 if run.optim.rule == "adamw" else 1)
 
 
-def _newton_schulz(run: spec.Run) -> float:
+def _newton_schulz(run: spec.Run) -> int | float:
     """FLOPs of orthogonalising this device's share of the matrices: 5 (4 m^2 n + 2 m^3) for m x n, m <= n."""
     if run.optim.rule == "adamw":
         return 0.0

@@ -150,29 +150,34 @@ def moe(width: int) -> Moe:
     )
 
 
+def routing(expert_ranks: int) -> Routing:
+    """Quantile balancing, and pooled waves where the experts are divided over ranks."""
+    local = 384 // expert_ranks
+    return Routing(
+        balance="quantile",
+        histogram_bins=10_000,
+        aux_loss_weight=0.01,  # used by balance=aux_loss alone
+        sign_bias_step=0.001,  # used by balance=sign_bias alone
+        exchange="pooled_wave" if expert_ranks > 1 else "local",
+        capacity="bounded",
+        receiver_capacity=1.15,
+        sender_capacity=1.15,  # raised from 1.05 before launch (#8347)
+        waves=max(w for w in (1, 2, 3) if local % w == 0),  # 3 of the hero's 6 local experts
+    )
+
+
 def recipe(name: str, width: int, *, mesh: Mesh, compute: Compute = LAUNCH, seqs_per_chip: int = SEQS_PER_CHIP) -> Run:
     """The reference recipe at a width on a mesh: 791 tokens per active parameter, 16 sequences per chip.
 
     Above 1e23 FLOPs simulated epoching is off (#8414): the run is then close to what it would simulate.
     """
     chips = mesh.replica * mesh.data * mesh.context * mesh.expert
-    local = 384 // mesh.expert
     draft = Run(
         recipe=name,
         seed=0,  # not published
         model=model(width),
         moe=moe(width),
-        routing=Routing(
-            balance="quantile",
-            histogram_bins=10_000,
-            aux_loss_weight=0.01,  # used by balance=aux_loss alone
-            sign_bias_step=0.001,  # used by balance=sign_bias alone
-            exchange="pooled_wave" if mesh.expert > 1 else "local",
-            capacity="bounded",
-            receiver_capacity=1.15,
-            sender_capacity=1.15,  # raised from 1.05 before launch (#8347)
-            waves=max(w for w in (1, 2, 3) if local % w == 0),  # 3 of the hero's 6 local experts
-        ),
+        routing=routing(mesh.expert),
         data=Data(
             corpus="harrier-2026-08-18",  # 23.1T tokens, not public
             seq_len=4096,

@@ -15,11 +15,14 @@ GOODPUT = 0.83  # the reference's own margin: 83 days of steps in a plan of abou
 # own trend (marin#8673).
 WIDTHS = tuple(d for d in range(512, 16_384 + 1, 256) if marin_535b.model(d).heads <= 6 * marin_535b.model(d).kv_heads_local)
 LEAST_STEPS = 10_000  # the reference's shortest run took 11,420
+SEQS = marin_535b.SEQS_PER_CHIP
 # What a form adds in parts to look after has to save this share of the time.
 WORTH = 0.01
 
 
-def propose(chip: str, chips: int, days: float | int, goodput: float = GOODPUT, start: datetime.date | None = None) -> dict:
+def propose(
+    chip: str, chips: int, days: float | int, goodput: float | int = GOODPUT, start: datetime.date | None = None
+) -> dict:
     """The largest model of the reference recipe that `chips` train in `days`, with its two neighbours.
 
     Width, depth, heads, experts, tokens and batch follow the recipe's rules (`runs.marin_535b`); mesh, placement of
@@ -67,41 +70,64 @@ def propose(chip: str, chips: int, days: float | int, goodput: float = GOODPUT, 
     }
 
 
-def best(width: int, chip: str, chips: int, goodput: float = GOODPUT, *, fit: bool = True) -> Run | None:
-    """The fastest form of the recipe at a width on at most `chips` chips; None if no form fits into memory.
-
-    With `fit=False` the form that needs least memory, whether or not it fits.
-    """
-    chosen, least = None, math.inf
-    for run, parts in _forms(width, chip, chips):
-        held = memory.plan(run)
-        if fit and not held["fits"]:
-            continue
-        price = cost.time(run, goodput)["days"] * (1 + WORTH * parts) if fit else held["per_device_bytes"]["device"]["total"]
-        if price < least:
-            chosen, least = run, price
+def best(width: int, chip: str, chips: int, goodput: float | int = GOODPUT) -> Run | None:
+    """The fastest form of the recipe at a width on at most `chips` chips; None if no form fits into memory."""
+    base, chosen, least = _base(width, chip, chips), None, math.inf
+    for mesh in _meshes(chip, chips):
+        for compute, placed in _placements(chip):
+            for split in (False, True):  # fewer sequences per chip, or the recipe's sixteen in parts
+                run = _fullest(base, mesh, compute, split)
+                if run is None:
+                    continue
+                parts = placed + (mesh.data > 1) + (run.compute.accumulate > 1)
+                price = cost.time(run, goodput)["days"] * (1 + WORTH * parts)
+                if price < least:
+                    chosen, least = run, price
+                if _whole(run):
+                    break
+            if run is not None and _whole(run):
+                break  # the plainer placement holds the whole batch: another only adds transfers
     return chosen
 
 
-def _forms(width: int, chip: str, chips: int) -> list[tuple[Run, int]]:
-    """Runs of a width on a chip, each with the number of parts it adds to the plainest form."""
+def _whole(run: Run) -> bool:
+    return run.data.batch_seqs == SEQS * spec.devices(run) and run.compute.accumulate == 1
+
+
+def _base(width: int, chip: str, chips: int) -> Run:
+    """The recipe at a width on one chip, from which forms differ by mesh, batch and placement."""
+    return marin_535b.recipe(f"proposed-{chip}-{chips}", width, mesh=Mesh(replica=1, data=1, context=1, expert=1))
+
+
+def leanest(width: int, chip: str, chips: int) -> Run | None:
+    """The form of the recipe at a width that needs least memory, whether or not it fits."""
+    base = _base(width, chip, chips)
+    forms = [run for mesh in _meshes(chip, chips) for compute, _ in _placements(chip) if (run := _form(base, mesh, compute, 1))]
+    return min(forms, key=lambda run: memory.plan(run)["per_device_bytes"]["device"]["total"], default=None)
+
+
+def _meshes(chip: str, chips: int) -> list[Mesh]:
+    """Meshes on at most `chips` chips: expert ranks that divide the experts, a few ways of dividing weights further."""
     exact = math.gcd(chips, 384)
     inside = max(n for n in range(1, min(exact, hardware.chip(chip).domain) + 1) if exact % n == 0)
-    forms = []
-    for expert in sorted({1, 8, 16, 32, 64, inside}):
-        if expert > chips:
+    return [
+        Mesh(replica=chips // expert // data, data=data, context=1, expert=expert)
+        for expert in sorted({1, 8, 16, 32, 64, inside})
+        for data in (1, 4, 16)
+        if expert <= chips and chips // expert % data == 0
+    ]
+
+
+def _fullest(base: Run, mesh: Mesh, compute: Compute, split: bool) -> Run | None:
+    """The form with most sequences at once per chip that fits into memory and leaves enough steps."""
+    for less in (1, 2, 4, 8, 16):
+        seqs, accumulate = (SEQS, less) if split else (SEQS // less, 1)
+        run = _form(base, mesh, replace(compute, accumulate=accumulate), seqs)
+        if run is None or (spec.steps(run) < LEAST_STEPS and seqs > 1):
             continue
-        groups = chips // expert
-        for data in (1, 4, 16):
-            if groups % data:
-                continue
-            mesh = Mesh(replica=groups // data, data=data, context=1, expert=expert)
-            for seqs, accumulate in ((16, 1), (8, 1), (4, 1), (2, 1), (1, 1), (16, 2), (16, 4), (16, 8), (16, 16)):
-                for compute, placed in _placements(chip):
-                    run = _try(f"proposed-{chip}-{chips}", width, mesh, replace(compute, accumulate=accumulate), seqs)
-                    if run and (spec.steps(run) >= LEAST_STEPS or seqs == 1):
-                        forms.append((run, placed + (data > 1) + (accumulate > 1)))
-    return forms
+        if memory.plan(run)["fits"]:
+            return run
+    return None
 
 
 def _placements(chip: str) -> list[tuple[Compute, int]]:
@@ -114,18 +140,27 @@ def _placements(chip: str) -> list[tuple[Compute, int]]:
     return [(base, 0), (state, 1), (both, 2)]
 
 
-def _try(name: str, width: int, mesh: Mesh, compute: Compute, seqs: int) -> Run | None:
+def _form(base: Run, mesh: Mesh, compute: Compute, seqs: int) -> Run | None:
+    """The base on a mesh; None where a size does not divide over it."""
+    chips = mesh.replica * mesh.data * mesh.expert
     try:
-        return marin_535b.recipe(name, width, mesh=mesh, compute=compute, seqs_per_chip=seqs)
-    except ValueError:  # a size that the mesh does not divide
+        return replace(
+            base,
+            mesh=mesh,
+            compute=compute,
+            routing=marin_535b.routing(mesh.expert),
+            data=replace(base.data, batch_seqs=seqs * chips),
+            evals=replace(base.evals, batch_seqs=chips),
+        )
+    except ValueError:
         return None
 
 
 def _described(
-    width: int, run: Run | None, chip: str, chips: int, days: float | int, goodput: float, start: datetime.date
+    width: int, run: Run | None, chip: str, chips: int, days: float | int, goodput: float | int, start: datetime.date
 ) -> dict:
     fits = run is not None
-    run = run or best(width, chip, chips, goodput, fit=False)
+    run = run or leanest(width, chip, chips)
     if run is None:
         return {"run": None, "plan": None, "chips_used": 0, "verdict": "no mesh divides it", "notes": []}
     sheet = plan(run, deadline=float(days), goodput=goodput, start=start)
@@ -174,11 +209,11 @@ def _notes(run: Run, idle: int) -> list[str]:
     return found
 
 
-def _too_little(chip: str, chips: int, days: float | int, goodput: float) -> str:
+def _too_little(chip: str, chips: int, days: float | int, goodput: float | int) -> str:
     asked = f"{chips:,} x {chip} for {days:g} days"
     run = best(WIDTHS[0], chip, chips, goodput)
     if run is None:
-        lean = best(WIDTHS[0], chip, chips, goodput, fit=False)
+        lean = leanest(WIDTHS[0], chip, chips)
         assert lean is not None, "one chip divides everything"
         held = memory.plan(lean)
         gib, usable = held["per_device_bytes"]["device"]["total"] / memory.GIB, held["device_usable_bytes"] / memory.GIB

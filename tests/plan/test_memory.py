@@ -1,0 +1,79 @@
+"""Memory by hand for single kinds, and beside what was published of the reference run."""
+
+import pytest
+
+from argosy import spec
+from argosy.plan import memory, work
+from argosy.runs import marin_535b, pocket
+
+GIB = 2**30
+
+
+def test_routed_experts_by_hand():
+    """Fails when a routed weight is not 2 bytes on the device and 4 + 4 on the host, over 64 ranks."""
+    run = marin_535b.run()
+    mine = 48 * 6 * 3 * 3072 * 3072  # layers, local experts, gate up down
+    assert work.held(run)["routed"] == mine
+    others = sum(n for part, n in work.held(run).items() if part != "routed")
+    stay = memory.steady(run)
+    assert stay["device"]["params"] == 2 * (mine + others)
+    assert stay["host"]["masters"] == 4 * (mine + others)
+    adam = sum(work.held(run)[part] for part in ("embed", "readout", "router", "head_gate", "norm", "conv"))
+    assert stay["host"]["optimizer_state"] == pytest.approx(4 * (mine + others) + 4 * adam)
+
+
+def test_published_buffers_of_the_reference_run():
+    """Fails when the plan loses a buffer that the published assignment names (marin#8508)."""
+    moments = memory.moments(marin_535b.run())
+    assert moments["backward"]["saved"] == 36.0 * GIB  # bf16[48,16,4096,6144]
+    assert moments["backward"]["prefetched"] == pytest.approx(40.5 * GIB, rel=0.02)  # 4 x f32[48,6,3072,3072]
+
+
+def test_published_peaks_of_the_reference_run():
+    """Fails when a predicted peak leaves 10% of a published one: 149.9 and 137.9 GiB; 35.09 GiB steady."""
+    pooled, ragged = memory.plan(marin_535b.run()), memory.plan(marin_535b.ragged())
+    assert pooled["per_device_bytes"]["device"]["total"] == pytest.approx(149.9 * GIB, rel=0.10)
+    assert ragged["per_device_bytes"]["device"]["total"] == pytest.approx(137.9 * GIB, rel=0.10)
+    assert ragged["steady_device_bytes"] == pytest.approx(35.09 * GIB, rel=0.02)
+    assert pooled["fits"] and ragged["fits"]
+
+
+def test_kinds_add_up_and_name_their_place():
+    """Fails when a kind is missing from its total, or sits on the wrong side of the host link."""
+    for run in (marin_535b.run(), marin_535b.ragged(), pocket.run()):
+        found = memory.plan(run)
+        for kinds in found["per_device_bytes"].values():
+            assert kinds["total"] == pytest.approx(sum(n for kind, n in kinds.items() if kind != "total"))
+        assert found["per_device_bytes"]["device"]["total"] == max(found["moments_bytes"].values())
+    assert set(memory.steady(marin_535b.run())["host"]) == {"masters", "optimizer_state"}
+    assert set(memory.steady(marin_535b.ragged())["host"]) == {"optimizer_state"}
+    assert memory.steady(pocket.run())["host"] == {}
+
+
+def test_float32_weights_are_their_own_masters():
+    """Fails when float32 weights are held twice."""
+    assert "masters" not in memory.steady(pocket.run())["device"]
+    assert "masters" in memory.steady(spec.override(pocket.run(), ["compute.params=bf16"]))["device"]
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ("compute.remat=block", "compute.remat=none"),
+        ("compute.remat=block", "compute.remat=block_keep_dispatch"),
+        ("compute.accumulate=2", "compute.accumulate=1"),
+        ("data.batch_seqs=5632", "data.batch_seqs=11264"),
+    ],
+)
+def test_what_must_save_activations_does(less, more):
+    """Fails when recomputing, accumulating or halving the batch keeps more values for the backward pass."""
+    run = marin_535b.run()
+    saved = [memory.moments(spec.override(run, [choice]))["backward"]["saved"] for choice in (less, more)]
+    assert saved[0] < saved[1]
+
+
+def test_adamw_holds_two_moments_of_everything():
+    """Fails when AdamW's state is planned like MuonH's."""
+    run = spec.override(pocket.run(), ["optim.rule=adamw"])
+    assert work.state_words(run) == 2 * sum(work.held(run).values())
+    assert work.state_words(pocket.run()) < work.state_words(run)
