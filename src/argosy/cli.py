@@ -244,7 +244,7 @@ def runs_(home: Path = default_home(), json: Json = False) -> None:
     from argosy.track import report
 
     found = report.runs(home)
-    emit(found) if json else report.print_runs(found, console())
+    emit(found) if json else console().print(report.runs_table(found))
 
 
 @app.command
@@ -259,8 +259,8 @@ def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = def
     """
     from argosy.track import report
 
-    found = report.show(run, metric or None, home)
-    emit(found) if json else report.print_show(found, console())
+    found = report.show(run, metric, home)
+    emit(found) if json else console().print(report.show_table(found))
 
 
 @app.command
@@ -276,7 +276,7 @@ def diff(a: Name, b: Name, /, home: Path = default_home(), json: Json = False) -
     from argosy.track import report
 
     found = report.diff(a, b, home)
-    emit(found) if json else report.print_diff(found, console())
+    emit(found) if json else console().print(report.diff_table(found))
 
 
 @app.command

@@ -14,7 +14,7 @@ SOURCES = {"library": 2.02, "prose": 2.35, "tests": 1.82, "topics": 2.28}
 
 def small_run():
     """1,024 updates of 2,048 tokens, whatever the pocket recipe is just now."""
-    run, weights = pocket.run(), (("library", 0.5), ("tests", 0.25), ("prose", 0.15), ("topics", 0.1))
+    run, weights = pocket.run(), (("library", 50.0), ("tests", 25.0), ("prose", 15.0), ("topics", 10.0))
     phases = (
         spec.Phase(name="main", until_frac=0.8, weights=weights),
         spec.Phase(name="cooldown", until_frac=1.0, weights=weights),

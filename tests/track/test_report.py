@@ -67,6 +67,10 @@ def test_the_index_is_a_cache_that_can_be_lost(home, monkeypatch):
     assert index.summaries(home)[0]["state"] == "stopped"
     (home / "index.sqlite").write_bytes(b"no database at all" * 100)
     assert {body["name"] for body in index.summaries(home)} == {"pocket", "planned"}
+    (home / "runs" / "planned" / "run.json").write_text('{"run": {"recipe')
+    body = next(b for b in index.summaries(home) if b["name"] == "planned")
+    assert body["state"] == "damaged" and "run.json is not what was written" in body["error"] and body.keys() >= first[0].keys()
+    assert "damaged" in printed(report.runs_table(report.runs(home)))
     (home / "index.sqlite").unlink()
     assert len(index.summaries(home)) == 2
     assert index.summaries(home / "nowhere") == []

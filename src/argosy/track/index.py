@@ -20,6 +20,10 @@ from argosy.track.layout import listing, names, writing
 from argosy.track.log import RunLog, read
 
 RECENT_ROWS = 50
+UNKNOWN = (
+    "recipe", "outcome", "step", "steps", "tokens", "horizon_tokens", "progress", "eta_s", "loss", "macro_bpb", "tokens_per_second",
+    "mfu", "drop_fraction",
+)  # fmt: skip
 
 
 def total_steps(log: RunLog) -> int | None:
@@ -33,8 +37,9 @@ def total_steps(log: RunLog) -> int | None:
 def summary(log: RunLog) -> dict[str, Any]:
     """What a run has come to, as plain JSON values; what is not known is None.
 
-    `state` is `planned` (nothing recorded), `running` (a live process writes it), `done` or `stopped`; `eta_s` is
-    seconds to the end at the recent pace of wall time, evaluations and checkpoints included.
+    `state` is `planned` (nothing recorded), `running` (a live process writes it), `done` or `stopped`; in `summaries`
+    also `damaged`, with `error`. `eta_s` is seconds to the end at the recent pace of wall time, evaluations and
+    checkpoints included.
     """
     steps = total_steps(log)
     ended = [r for r in log.lineage if r["kind"] == "ended"]
@@ -107,7 +112,7 @@ def summaries(home: Path) -> list[dict[str, Any]]:
             found = [_cached(table, home / "runs" / name) for name in names(home)]
             table.commit()
     except sqlite3.DatabaseError:
-        found = [summary(read(home / "runs" / name, home)) for name in names(home)]
+        found = [_summary(home / "runs" / name) for name in names(home)]
     now = time.time()
     return sorted(({**body, "age_s": max(0.0, now - body["updated"])} for body in found), key=lambda body: -body["updated"])
 
@@ -132,9 +137,19 @@ def _cached(table: sqlite3.Connection, folder: Path) -> dict[str, Any]:
     row = table.execute("SELECT version, summary FROM runs WHERE name = ?", (folder.name,)).fetchone()
     if row and row[0] == version:
         return json.loads(row[1])
-    body = summary(read(folder))
+    body = _summary(folder)
     table.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?)", (folder.name, version, json.dumps(body)))
     return body
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """The summary of a run; one damaged file does not hide the other runs."""
+    try:
+        return summary(read(folder))
+    except ValueError as error:
+        at = os.stat(folder / "run.json").st_mtime
+        known = {"name": folder.name, "state": "damaged", "error": str(error), "created": at, "updated": at, "attempts": 0}
+        return {**dict.fromkeys(UNKNOWN), **known}
 
 
 def _version(folder: Path) -> str:

@@ -128,7 +128,12 @@ def read(run: str | Path, home: Path | None = None) -> RunLog:
         ValueError: when there is no such run, naming the nearest three; or when a file of it is damaged, naming it.
     """
     folder = find(run, home)
-    body = json.loads((folder / "run.json").read_bytes())
+    try:
+        body = json.loads((folder / "run.json").read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / 'run.json'} is not what was written: {error}; the run's other files are untouched"
+        ) from error
     for tries in range(100):
         found = listing(folder)
         lineage, _ = read_lines(folder / "lineage.jsonl")

@@ -43,7 +43,7 @@ PANELS = (
     Panel(
         "heldout",
         "Held-out text",
-        "Bits that the model needs per byte of text it never trained on; dashed: gzip -9 on the same text.",
+        "Bits per byte of text that the model never trained on; dashed: gzip -9 on the same text.",
         "bits/byte",
         "sources",
     ),

@@ -113,7 +113,10 @@ def runs_table(found: list[dict[str, Any]]) -> RenderableType:
     for name in ("run", "recipe", "state", "update", "tokens", "loss", "bits/byte", "tokens/s", "age"):
         table.add_column(name, justify="left" if name in ("run", "recipe", "state") else "right")
     for body in found:
-        state = Text(body["state"], style={"running": "cyan", "done": "green", "stopped": "yellow"}.get(body["state"], ""))
+        state = Text(
+            body["state"],
+            style={"running": "cyan", "done": "green", "stopped": "yellow", "damaged": "red"}.get(body["state"], ""),
+        )
         step = "" if body["step"] is None else f"{body['step']:,}" + (f"/{body['steps']:,}" if body["steps"] else "")
         rate = "" if body["tokens_per_second"] is None else f"{body['tokens_per_second']:,.0f}"
         table.add_row(

@@ -151,7 +151,7 @@ def _step(run: spec.Run, leaf: Leaf, g: Array, state: Any, p: Array, step: Array
 def adam(g: Array, state: Moments, step: Int[Array, ""], c: Constants) -> tuple[Array, Moments]:
     """Adam's bias-corrected direction m / (sqrt(v) + eps) at a zero-based step, and the new moments (reference_run 3.3)."""
     m = c.beta1 * state.m + (1 - c.beta1) * g
-    v = c.beta2 * state.v + (1 - c.beta2) * (g * g)
+    v = c.beta2 * state.v + (1 - c.beta2) * g * g  # not (g * g): shared with the norm it would be stored
     direction = m / _unbias(c.beta1, step) / (jnp.sqrt(v / _unbias(c.beta2, step)) + c.eps)
     return direction, Moments(m, v)
 
@@ -220,9 +220,13 @@ def _each(g: Float[Array, "*stack rows cols"], precision: str) -> Float[Array, "
     rows, cols = g.shape[-2:]
     count = math.prod(g.shape[:-2])
     together = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * rows * cols <= CHUNK_ELEMENTS))
-    chunks = g.reshape(count // together, together, rows, cols)
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
-    return jax.lax.map(partial(newton_schulz, dtype=dtype), chunks).reshape(g.shape)
+
+    def replace(i: Any, stack: Array) -> Array:
+        chunk = jax.lax.dynamic_slice_in_dim(stack, i * together, together)
+        return jax.lax.dynamic_update_slice_in_dim(stack, newton_schulz(chunk, dtype), i * together, 0)
+
+    return jax.lax.fori_loop(0, count // together, replace, g.reshape(count, rows, cols)).reshape(g.shape)
 
 
 def newton_schulz(g: Float[Array, "stack rows cols"], dtype: Any = jnp.float32) -> Float[Array, "stack rows cols"]:

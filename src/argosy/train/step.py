@@ -45,20 +45,24 @@ def init(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
     Like everything here it is called with the run's mesh in place (`jax.set_mesh`).
     """
     leaves = transformer.leaves(run)
-    params = leaf.init(leaves, mesh, run.seed)
-    opt = optimizer.make(run, leaves).init(params)
+    return _around(run, leaves, leaf.init(leaves, mesh, run.seed))
+
+
+def _around(run: spec.Run, leaves: Any, params: Any) -> State:
     bias = jnp.zeros((run.model.layers, run.moe.experts), jnp.float32)
-    return State(jnp.zeros((), jnp.int32), params, opt, bias)
+    return State(jnp.zeros((), jnp.int32), params, optimizer.make(run, leaves).init(params), bias)
 
 
 def abstract(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
     """Shapes, dtypes and shardings of the state, nothing allocated: what a checkpoint is restored into."""
+    leaves = transformer.leaves(run)
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         where = x.sharding.spec if x.sharding is not None else P()  # a scalar has none
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, where))
 
-    return jax.tree.map(placed, jax.eval_shape(lambda: init(run, mesh)))
+    params = leaf.shapes(leaves, mesh)
+    return jax.tree.map(placed, jax.eval_shape(lambda params: _around(run, leaves, params), params))
 
 
 def train_step(run: spec.Run, state: State, batch: Batch) -> tuple[State, Stats]:

@@ -4,7 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const BUCKETS = 700, FLUSH_MS = 2500, POLL_MS = 4000, QUIET = ["checkpoint", "baseline", "evaluation"];
-const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped" };
+const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped", damaged: "Damaged" };
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon"];
 const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null };
 window.argosyErrors = [];
@@ -18,7 +18,7 @@ const grouped = (value, digits = 0) => value.toLocaleString("en", { maximumFract
 function compact(value) {
   if (value === null || value === undefined) return "–";
   for (const [size, unit] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]])
-    if (Math.abs(value) >= size) return Number((value / size).toPrecision(3)) + unit;
+    if (Number(Math.abs(value).toPrecision(3)) >= size) return Number((value / size).toPrecision(3)) + unit;
   return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(3)));
 }
 
@@ -170,7 +170,7 @@ function tell() {
     run.data && `${run.data.corpus} corpus`,
   ].filter(Boolean).join(" · ");
   const share = summary.progress ?? 0;
-  $("progress").hidden = summary.state === "planned";
+  $("progress").hidden = summary.progress === null;
   $("progress").setAttribute("aria-valuenow", Math.round(100 * share));
   $("fill").style.width = `${100 * share}%`;
   $("way").textContent = way(summary, share);
@@ -184,7 +184,8 @@ function tell() {
 
 function way(summary, share) {
   if (summary.step === null) return summary.steps ? `${compact(summary.horizon_tokens)} tokens in ${grouped(summary.steps)} updates are planned` : "";
-  const parts = [`${compact(summary.tokens)} of ${compact(summary.horizon_tokens)} tokens`, `update ${grouped(summary.step)}${summary.steps ? ` of ${grouped(summary.steps)}` : ""}`, `${Math.floor(100 * share)}%`];
+  const parts = [`${compact(summary.tokens)}${summary.horizon_tokens ? ` of ${compact(summary.horizon_tokens)}` : ""} tokens`, `update ${grouped(summary.step)}${summary.steps ? ` of ${grouped(summary.steps)}` : ""}`];
+  if (summary.progress !== null) parts.push(`${Math.floor(100 * share)}%`);
   if (summary.state === "running" && summary.eta_s) parts.push(`about ${duration(summary.eta_s)} left`);
   if (summary.attempts > 1) parts.push(`attempt ${summary.attempts}`);
   return parts.join(" · ");
@@ -313,7 +314,9 @@ const STYLES = {
     const made = [];
     names.forEach((name, i) => {
       const hue = color(`c${i}`), raw = lineOf(name, panel, { color: faint(hue, 0.3), width: 1 });
-      if (i === 0) made.push({ ...raw, name: `${raw.name}, as recorded`, showlegend: false, hoverinfo: "skip", hovertemplate: undefined });
+      const silent = { showlegend: false, hoverinfo: "skip", hovertemplate: undefined }, { low, high } = page.zoom[panel.key]?.[name] ?? page.series[name];
+      if (i === 0 && low) made.push({ ...raw, ...silent, y: low, line: { width: 0 } }, { ...raw, ...silent, y: high, line: { width: 0 }, fill: "tonexty", fillcolor: faint(hue, 0.25) });
+      else if (i === 0) made.push({ ...raw, ...silent });
       made.push({ ...lineOf(name, panel, { color: hue, width: i ? 1.4 : 2.4 }, smoothed(raw.y)), visible: i ? "legendonly" : true });
     });
     return { data: made };
@@ -413,8 +416,8 @@ function draw(panel, place) {
     margin: { l: 48, r: 12, t: 6, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
     hovermode: "x unified", hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12.5 } },
-    showlegend: made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(made.data.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: 56 } : { font: { size: 12 } }) },
-    xaxis: { ...axis, showgrid: false, ticks: "outside", tickcolor: color("line"), title: { text: { tokens: "tokens", step: "update", share: "share of the run" }[page.axis], font: { size: 12 }, standoff: 6 }, tickformat: page.axis === "share" ? ".0%" : "~s", hoverformat: page.axis === "share" ? ".1%" : page.axis === "step" ? ",d" : ".4~s", nticks: 7 },
+    showlegend: made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(made.data.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: 56 } : { font: { size: 12 } }) },
+    xaxis: { ...axis, showgrid: false, ticks: "outside", tickcolor: color("line"), title: { text: { tokens: "tokens", step: "update", share: "share of the run" }[page.axis], font: { size: 12 }, standoff: 6 }, exponentformat: "B", rangemode: "nonnegative", ...(page.axis === "share" ? { tickformat: ".0%", hoverformat: ".1%" } : page.axis === "step" ? { tickformat: ",d" } : {}), nticks: 7 },
     yaxis: { ...axis, type: panel.scale === "log" && panel.style !== "heat" ? "log" : undefined, tickformat: panel.unit === "share" ? "~%" : "~g", range: panel.style === "heat" ? undefined : frame(panel, made.data, made.include), nticks: 6, minor: { showgrid: false } },
     shapes: [...(made.shapes ?? []), ...lines], annotations: [...(made.annotations ?? []), ...labels], modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("accent") }, uirevision: `${page.name} ${page.axis}`, dragmode: "zoom",
   };
@@ -455,7 +458,10 @@ function facts() {
   $("footer").replaceChildren("The same log in Python: ", element("code", { textContent: `argosy.track.read("${page.name}").series("train/loss")` }), " · as JSON: ", element("a", { href: runPath(), textContent: runPath() }));
 }
 
-const phase = (part) => `${part.name} to ${Math.round(100 * part.until_frac)}%: ${part.weights.map(([name, weight]) => `${name} ${Math.round(100 * weight)}%`).join(", ")}`;
+function phase({ name, until_frac, weights }) {
+  const sum = weights.reduce((total, [, weight]) => total + weight, 0);
+  return `${name} to ${Math.round(100 * until_frac)}%: ${weights.map(([source, weight]) => `${source} ${Number(((100 * weight) / sum).toPrecision(2))}%`).join(", ")}`;
+}
 
 function planned(plan) {
   if (!plan) return [element("p", { className: "soft", textContent: "This run was started without a plan." })];
