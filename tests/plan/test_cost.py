@@ -147,7 +147,7 @@ def test_recomputing_trades_time_for_memory(shape):
     """Fails when recomputation costs no time, or saves no memory at the backward pass's start."""
     kept, again = built({**shape, "remat": "none"}), built({**shape, "remat": "block"})
     assert work.step(again).products > work.step(kept).products
-    assert cost.step_s(again) >= cost.step_s(kept)  # equal where transfers hide all other work
+    assert cost.step_s(again) >= cost.step_s(kept) * (1 - 1e-9)  # equal where transfers hide all other work
     assert memory.moments(again)["loss"]["saved"] < memory.moments(kept)["loss"]["saved"]
 
 
