@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from conftest import evaluation, row
+from sample_runs import evaluation, row
 
 from argosy.track import server, store
 
@@ -120,7 +120,7 @@ def test_every_chart_draws(home, browser):
 
 
 def test_the_page_follows_a_run(home, browser):
-    """Fails when new rows, a new metric or the end of a run do not reach an open page by themselves."""
+    """Fails when new rows, a new metric, the end of a run or of the server do not reach an open page by themselves."""
     with server.serve(home, "planned", 0) as address:
         browser.post("/url", url=address + "?live=stream")
         browser.until("return document.getElementById('notice').textContent.startsWith('Nothing was recorded yet')")
@@ -142,6 +142,7 @@ def test_the_page_follows_a_run(home, browser):
             writer.close("stopped")
         browser.until("return document.getElementById('state-word').textContent === 'Stopped'")
         assert browser.errors() == []
+    browser.until("return document.getElementById('fresh').textContent.includes('the server of this page has ended')")
 
 
 def test_narrow_and_dark(home, browser):

@@ -7,8 +7,8 @@ import re
 import time
 
 import pytest
-from conftest import SOURCES, evaluation, row, sail, small_run
 from rich.console import Console
+from sample_runs import SOURCES, evaluation, row, sail, small_run
 
 from argosy import spec
 from argosy.track import columns, index, layout, log, metrics, provenance, report, store

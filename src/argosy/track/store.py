@@ -257,8 +257,9 @@ class Writer:
                 self.lineage("ended", self._reached, outcome=outcome)
                 for number, path in listing(self.folder).tails:
                     _finish_tail(self.folder, number, path)
-                os.ftruncate(self._lock, 0)
             finally:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._lock, 0)
                 for handle in (self._tail, self._events, self._lineage, self._lock):
                     os.close(handle)
                 self._lock = -1

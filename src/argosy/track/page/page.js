@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const BUCKETS = 700, FLUSH_MS = 2500, POLL_MS = 4000, QUIET = ["checkpoint", "baseline", "evaluation"];
 const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped", damaged: "Damaged" };
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon"];
-const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null };
+const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null, lost: false };
 window.argosyErrors = [];
 addEventListener("error", (event) => window.argosyErrors.push(String(event.message)));
 addEventListener("unhandledrejection", (event) => window.argosyErrors.push(String(event.reason)));
@@ -98,7 +98,8 @@ async function load() {
     Object.assign(page, { about, series: body.metrics, summary: about.summary, zoom: {}, skew: Date.now() / 1000 - about.now });
   } catch (error) {
     $("name").textContent = page.name;
-    return notice(`${error.message}.`);
+    notice(`${error.message}. Trying again.`);
+    return setTimeout(load, POLL_MS);
   }
   notice("");
   for (const id of ["tools", "facts", "config-section"]) $(id).hidden = false;
@@ -117,7 +118,7 @@ function watch(position) {
         const news = await ask(runPath(`/news?after=${encodeURIComponent(position)}`));
         position = news.position;
         apply(news);
-      } catch { stale(); }
+      } catch { lost(); }
       if (timer) poll();
     }, POLL_MS);
   };
@@ -128,11 +129,11 @@ function watch(position) {
   if (asked === "poll" || !window.EventSource || (asked !== "stream" && /Headless/.test(navigator.userAgent))) return poll();
   source = new EventSource(runPath(`/stream?after=${encodeURIComponent(position)}`));
   source.onmessage = (event) => { fails = 0; const news = JSON.parse(event.data); position = news.position; apply(news); };
-  source.onerror = () => { if (++fails === 3) { source.close(); poll(); } };
+  source.onerror = () => { lost(); if (++fails === 3) { source.close(); poll(); } };
 }
 
 function apply(news) {
-  page.summary = news.summary;
+  Object.assign(page, { summary: news.summary, lost: false });
   page.skew = Date.now() / 1000 - news.now;
   const again = news.missed || news.lineage.length || news.rows.some(([, row]) => Object.keys(row).some((name) => !(name in page.series)));
   if (again || Object.values(page.series).some((one) => one.step.length > 3 * BUCKETS)) return load();
@@ -150,7 +151,7 @@ function apply(news) {
   redraw();
 }
 
-function stale() { $("fresh").textContent = "the page's server does not answer"; }
+function lost() { page.lost = true; fresh(); }
 
 // ---- the top of the page ----------------------------------------------------------------------
 
@@ -193,6 +194,7 @@ function way(summary, share) {
 
 function fresh() {
   if (!page.summary) return;
+  if (page.lost) return ($("fresh").textContent = "the server of this page has ended; this is what it last knew");
   const verb = { done: "finished", stopped: "stopped", planned: "planned", running: "updated" }[page.summary.state];
   $("fresh").textContent = `${verb} ${duration(Math.max(0, Date.now() / 1000 - page.skew - page.summary.updated))} ago`;
 }
