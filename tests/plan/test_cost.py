@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from argosy import spec
 from argosy.plan import cost, hardware, memory, work
 from argosy.runs import marin_535b, pocket
 from argosy.spec import Mesh, Run
@@ -122,6 +123,16 @@ def test_no_step_beats_its_floor(shape):
     assert found["step_s"] >= found["floor_step_s"] > 0
     assert all(r["amount"] > 0 and r["per_s"] > 0 for r in found["resources"])
     assert 0 < found["mfu_no_head"] < found["mfu"] < 1
+
+
+def test_transfers_hide_only_behind_other_work():
+    """Fails when half of a transfer hides behind a step that has nothing else to do."""
+    run = spec.override(marin_535b.rung(1536), ["mesh.replica=64", "mesh.expert=1", "routing.exchange=local", "data.batch_seqs=64",
+                                                "evals.batch_seqs=64", "data.seq_len=64", "compute.chip=a100"])  # fmt: skip
+    found = {r.name: r for r in cost.resources(run)}
+    host = found["host link"]
+    assert host.floor_s > 0.5 * sum(r.step_s for r in found.values())
+    assert cost.step_s(run) >= host.floor_s / cost.EFFICIENCY.host
 
 
 @settings(max_examples=40, deadline=None)
