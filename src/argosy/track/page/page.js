@@ -308,7 +308,7 @@ function lineOf(name, panel, style, values) {
   const one = page.zoom[panel.key]?.[name] ?? page.series[name];
   const unit = panel.unit, scale = panel.key === "entropy" ? 1 / Math.log(page.about.run.moe?.experts || Math.E) : 1;
   const y = values ?? one.mean.map((value) => (value === null ? null : value * scale));
-  return { type: "scatter", mode: "lines", x: one.step.map(across), y, name: page.about.metrics[name].label, line: { width: 1.6, ...style }, hovertemplate: `%{y:${unit === "share" ? ".2%" : ",.4~g"}}`, connectgaps: false };
+  return { type: "scatter", mode: "lines", x: one.step.map(across), y, name: words(page.about.metrics[name].label), line: { width: 1.6, ...style }, hovertemplate: `%{y:${unit === "share" ? ".2%" : ",.4~g"}}`, connectgaps: false };
 }
 
 const STYLES = {
@@ -338,7 +338,11 @@ const STYLES = {
   },
   lines(panel, names) {
     let at = 0;
-    const data = names.map((name) => lineOf(name, panel, /total$/.test(name) && names.length > 1 ? { color: color("ink"), width: 2.4 } : { color: color(`c${at++ % 8}`) }));
+    const data = names.map((name) => {
+      if (/total$/.test(name) && names.length > 1) return lineOf(name, panel, { color: color("ink"), width: 2.4 });
+      const turn = at++;
+      return lineOf(name, panel, { color: color(`c${turn % 8}`), dash: turn < 8 ? "solid" : "dot" });
+    });
     const marks = references(panel);
     const annotations = marks.map(([y, text]) => ({ xref: "paper", x: 1, xanchor: "right", y, yanchor: "bottom", text, showarrow: false, font: { size: 11, color: color("soft") } }));
     return { data, annotations, shapes: marks.map(([y]) => level(y, color("soft"), "dash")), include: marks.map(([y]) => y) };
@@ -418,7 +422,7 @@ function draw(panel, place) {
     margin: { l: 48, r: 12, t: 6, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
     hovermode: "x unified", hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12.5 } },
-    showlegend: made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(made.data.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: 56 } : { font: { size: 12 } }) },
+    showlegend: made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(made.data.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: 68 } : { font: { size: 12 } }) },
     xaxis: { ...axis, showgrid: false, ticks: "outside", tickcolor: color("line"), title: { text: { tokens: "tokens", step: "update", share: "share of the run" }[page.axis], font: { size: 12 }, standoff: 6 }, exponentformat: "B", rangemode: "nonnegative", ...(page.axis === "share" ? { tickformat: ".0%", hoverformat: ".1%" } : page.axis === "step" ? { tickformat: ",d" } : {}), nticks: 7 },
     yaxis: { ...axis, type: panel.scale === "log" && panel.style !== "heat" ? "log" : undefined, tickformat: panel.unit === "share" ? "~%" : "~g", range: panel.style === "heat" ? undefined : frame(panel, made.data, made.include), nticks: 6, minor: { showgrid: false } },
     shapes: [...(made.shapes ?? []), ...lines], annotations: [...(made.annotations ?? []), ...labels], modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("accent") }, uirevision: `${page.name} ${page.axis}`, dragmode: "zoom",
