@@ -1,0 +1,163 @@
+"""The loop on a small corpus: resume, evaluation, checkpoints that break, losses that are not finite.
+
+Each test fails when a run's numbers depend on anything but (run, step), or when a failure costs more than it must.
+"""
+
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from argosy import mesh as meshes
+from argosy import runs, spec
+from argosy.data import prepare, tokens
+from argosy.evals import heldout
+from argosy.train import checkpoint, loop
+from argosy.train import step as steps
+
+TINY = [
+    "model.vocab=320", "model.width=32", "model.layers=2", "model.head_width=8", "model.window=8", "model.gate_rank=4",
+    "data.seq_len=32", "data.batch_seqs=4", "data.corpus=tiny", "data.max_epochs=100", "moe.experts=8", "moe.experts_per_token=2",
+    "moe.hidden=16", "moe.latent_width=16", "moe.shared_hidden=16", "optim.horizon_tokens=1280", "optim.warmup_frac=0.2",
+    "evals.tokens_per_set=256", "evals.batch_seqs=4", "evals.every_frac=0.5", "compute.readout_block_tokens=64",
+    'data.phases=[{"name":"main","until_frac":0.6,"weights":[["a",2],["b",1]]},{"name":"end","until_frac":1.0,"weights":[["a",1]]}]',
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A home with a corpus of two sources, deterministic and small."""
+    home = tmp_path_factory.mktemp("home")
+    rng = np.random.default_rng(0)
+    words = ["sail", "wind", "rope", "deck", "mast", "keel", "tide", "star", "port", "crew"]
+    files = []
+    for source in "ab":
+        path = home / f"{source}.jsonl"
+        texts = (" ".join(rng.choice(words, 60)) + f" {source}{i}." for i in range(60))
+        path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        files.append(str(path))
+    prepare.build("tiny", files, home, vocab=320)
+    jax.config.update("jax_compilation_cache_dir", str(home / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    yield home
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return spec.override(runs.find("pocket"), TINY)
+
+
+def sail(run, home, name, stop_after=None, evaluate=True, record=None, progress=None):
+    """One call of the loop; the final state and the rows by step."""
+    corpus = tokens.open_store(home / "corpora" / "tiny")
+    rows, events = {}, []
+    state = loop.train(
+        run,
+        spec.Host(home=home, name=name, checkpoint_every_s=1e9),
+        corpus,
+        record=record or (lambda step, row: rows.setdefault(step, {}).update(row)),
+        event=lambda kind, step, **fields: events.append((kind, step, fields)),
+        evaluate=heldout.evaluator(run, corpus) if evaluate else lambda state: {},
+        progress=progress or (lambda step, row: None),
+        stop_after=stop_after,
+    )
+    return jax.device_get(state), rows, events
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def numbers(rows):
+    """What must not depend on the clock."""
+    skip = ("throughput/", "memory/")
+    return {step: {k: v for k, v in row.items() if not k.startswith(skip)} for step, row in rows.items()}
+
+
+def test_ten_steps_equal_five_and_five_to_the_bit(run, home):
+    whole, rows, _ = sail(run, home, "whole")
+    assert sorted(rows) == list(range(11))
+    first, before, _ = sail(run, home, "parts", stop_after=3)
+    assert int(first.step) == 3
+    _, between, _ = sail(run, home, "parts", stop_after=5)
+    last, after, _ = sail(run, home, "parts")
+    same(whole, last)
+    assert numbers(rows) == numbers({**before, **between, **after})
+
+
+def test_evaluation_leaves_training_alone_and_repeats_itself(run, home):
+    with_evals, _, _ = sail(run, home, "evals")
+    without, _, _ = sail(run, home, "no-evals", evaluate=False)
+    same(with_evals, without)
+    corpus = tokens.open_store(home / "corpora" / "tiny")
+    mesh = meshes.make(run)
+    with jax.set_mesh(mesh):
+        state = steps.init(run, mesh)
+    evaluate = heldout.evaluator(run, corpus)
+    assert evaluate(state) == evaluate(state)
+
+
+def test_training_learns(run, home):
+    _, rows, _ = sail(spec.override(run, ["optim.horizon_tokens=5120"]), home, "learns")
+    assert rows[40]["train/loss"] < rows[1]["train/loss"] - 1
+    assert rows[40]["eval_dropless/tiny/macro_bpb"] < rows[0]["eval_dropless/tiny/macro_bpb"] / 1.5
+
+
+def test_learning_rates_are_logged_for_the_update_that_used_them(run, home):
+    _, rows, _ = sail(run, home, "rates", evaluate=False)
+    peak = rows[3]["optim/learning_rate"]  # warm-up is 2 of 10 updates: zero-based update 2 is at the peak
+    assert [rows[s]["optim/learning_rate"] / peak for s in (1, 2)] == pytest.approx([0, 0.5])
+    assert rows[10]["optim/learning_rate"] / peak == pytest.approx(1 - 0.95 * 7 / 8)
+
+
+def test_a_broken_checkpoint_costs_only_what_came_after_the_one_before(run, home):
+    whole, _, _ = sail(run, home, "unbroken")
+    host = spec.Host(home=home, name="broken")
+    sail(run, home, "broken", stop_after=4)
+    sail(run, home, "broken", stop_after=6)
+    for path in (host.folder / "checkpoints" / "step_6").rglob("*"):
+        if path.is_file() and path.stat().st_size > 200 and "d" in path.parts:
+            path.write_bytes(b"not a checkpoint")
+    state, rows, events = sail(run, home, "broken")
+    assert min(rows) == 5
+    assert events[0][0] == "checkpoint_broken"
+    assert "step 6" in events[0][2]["message"]
+    same(whole, state)
+    assert checkpoint.latest_step(host.folder) == 10
+
+
+def test_sigterm_ends_after_the_update_with_a_checkpoint(run, home):
+    def stop(step, row):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    state, _, _ = sail(run, home, "signalled", progress=stop)
+    done = int(state.step)
+    assert 3 <= done <= 5
+    assert checkpoint.latest_step(home / "runs" / "signalled") == done
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(run, home):
+    wild = spec.override(run, ["optim.rule=adamw", "optim.adamw_lr=1e30", "optim.warmup_frac=0"])
+    with pytest.raises(loop.Diverged, match="optim.lr_scale"):
+        sail(wild, home, "wild", evaluate=False)
+
+
+def test_the_log_refusing_a_row_ends_the_run_with_its_error(run, home):
+    def full(step, row):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        sail(run, home, "full", record=full)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0.5, [5, 10]), (0.25, [3, 5, 8, 10]), (0.3, [3, 6, 9, 10]), (1.0, [10])])
+def test_evaluations_fall_on_fractions_of_the_run(run, every, expected):
+    one = spec.override(run, [f"evals.every_frac={every}"])
+    assert [n for n in range(1, 11) if loop.due_evaluation(one, n)] == expected
