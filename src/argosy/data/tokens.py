@@ -234,7 +234,7 @@ def open_store(folder: Path | str, verify: bool = False) -> Store:
         ledger = json.loads(body)
         expected = ledger.pop("ledger_sha256")
         found = _checksum(ledger)
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"corpus file {folder}/ledger.json is damaged: not the ledger that a build wrote; {again}") from None
     if found != expected:
         raise ValueError(f"corpus file {folder}/ledger.json is changed: checksum {found}, expected {expected}; {again}")
