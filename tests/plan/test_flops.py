@@ -1,7 +1,6 @@
 """Parameters and FLOPs in closed form against the published figures and the counted leaves."""
 
 import json
-import math
 from collections import Counter
 
 import pytest
@@ -82,9 +81,7 @@ def test_the_official_constant_of_width_2048_takes_one_global_layer_for_local():
     wide = 2 * m.width * 2 * m.kv_heads_global * 128 + m.heads * 4096 * 515
     local = 2 * m.width * 2 * m.kv_heads_local * 128 + m.heads * 2048 * 515
     official = flops.forward_per_token(run, readout=False) - wide + local
-    assert 3 * official * spec.tokens_per_step(run) == 385_702_219_393_007_600 or math.isclose(
-        3 * official * spec.tokens_per_step(run), 3.857022193930076e17, rel_tol=1e-12
-    )
+    assert float(3 * official * spec.tokens_per_step(run)) == 3.857022193930076e17  # marin_ladder/ladder_meta.csv
 
 
 @pytest.mark.parametrize("name", RECIPES)
