@@ -34,9 +34,9 @@ def batch_numpy(run: spec.Run, store: tokens.Store, step: int, rows: range | Non
 
 
 def packed(text: Int[ndarray, "B S_and_1"], valid: ndarray, doc: int) -> Batch:
-    """Spans of tokens as a batch: labels are the tokens one further on, documents begin at `doc`."""
-    seen = text[:, :-1]
-    return Batch(np.ascontiguousarray(seen), np.ascontiguousarray(text[:, 1:]), doc_starts(seen, doc), valid)
+    """Spans of tokens as a batch: labels are the tokens one further on, documents begin at `doc`, and padding is `doc`."""
+    seen, labels = (np.where(valid, part, np.int32(doc)) for part in (text[:, :-1], text[:, 1:]))
+    return Batch(seen, labels, doc_starts(seen, doc), valid)
 
 
 def doc_starts(seen: Integer[ndarray, "B S"], doc: int) -> Int[ndarray, "B S"]:
