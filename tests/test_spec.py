@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from argosy import runs, spec
 
-ALL = ["pocket", "marin-535b", "marin-535b/ragged", "marin-535b/d768", "marin-535b/d1024", "marin-535b/d1536", "marin-535b/d2048"]
+ALL = [
+    "pocket",
+    "marin-535b",
+    "marin-535b/ragged",
+    "marin-535b/d768",
+    "marin-535b/d1024",
+    "marin-535b/d1536",
+    "marin-535b/d2048",
+]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -81,7 +89,7 @@ def test_a_users_mistake_is_named_with_its_numbers(pocket, setting, words):
 
 def test_unknown_and_missing_keys_of_a_stored_run_are_refused(pocket):
     body = spec.to_json(pocket)
-    with pytest.raises(ValueError, match="unknown key moe.expert; nearest: experts"):
+    with pytest.raises(ValueError, match=r"unknown key moe\.expert; nearest: experts"):
         spec.from_json({**body, "moe": {**body["moe"], "expert": 3}})
     del body["seed"]
     with pytest.raises(ValueError, match="missing key seed"):

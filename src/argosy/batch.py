@@ -1,9 +1,6 @@
 """What goes into a step: the one value that the data room makes and the model room reads."""
 
-from typing import NamedTuple
-
-from jaxtyping import Array, Bool, Int
-from numpy import ndarray
+from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
@@ -14,7 +11,7 @@ class Batch(NamedTuple):
     the mesh.
     """
 
-    tokens: Int[Array | ndarray, "B S"]  # int32
-    labels: Int[Array | ndarray, "B S"]  # int32
-    doc_start: Int[Array | ndarray, "B S"]  # int32: where in the sequence this token's document begins, 0 if before it
-    valid: Bool[Array | ndarray, "B S"]  # False for padding: no loss, no routing
+    tokens: Any  # B S, int32
+    labels: Any  # B S, int32
+    doc_start: Any  # B S, int32: where in the sequence this token's document begins, 0 if before it
+    valid: Any  # B S, bool: False for padding, which has no loss and is not routed

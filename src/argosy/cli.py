@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
-from tyro.extras import SubcommandApp
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+from tyro.extras import SubcommandApp
 
 from argosy import runs, spec
 
@@ -21,13 +20,11 @@ As = Annotated[str, arg(name="as", metavar="RUN")]
 Json = Annotated[bool, FlagCreatePairsOff, arg(name="json")]
 Flag = Annotated[bool, FlagCreatePairsOff]
 
+HOME = Path(os.environ.get("ARGOSY_HOME") or "voyages")
+
 app = SubcommandApp()
 data = SubcommandApp()
 app.command(data, name="data", help="Make corpora.")
-
-
-def default_home() -> Path:
-    return Path(os.environ.get("ARGOSY_HOME", "voyages"))
 
 
 def resolve(recipe: str, settings: Sequence[str], seed: int | None) -> spec.Run:
@@ -65,7 +62,7 @@ def voyage(
     settings: Settings = (),
     as_: As = "",
     seed: int | None = None,
-    home: Path = default_home(),
+    home: Path = HOME,
     port: int = 8700,
     json: Json = False,
 ) -> None:
@@ -95,7 +92,7 @@ def train(
     settings: Settings = (),
     as_: As = "",
     seed: int | None = None,
-    home: Path = default_home(),
+    home: Path = HOME,
     stop_after: int | None = None,
     json: Json = False,
 ) -> None:
@@ -166,19 +163,19 @@ def plan(
         days: ... and this many days.
         json: Print JSON alone.
     """
-    from argosy.plan import report, sheet
+    from argosy.plan import cost, report, sheet
     from argosy.runs import propose
 
     if chip or chips or days:
         if recipe:
             raise ValueError(f"argosy plan {recipe} --chip: name a recipe, or --chip, --chips and --days, not both")
-        found = propose.propose(chip, chips, days, **({} if goodput is None else {"goodput": goodput}))
+        found = propose.propose(chip, chips, days, propose.GOODPUT if goodput is None else goodput)
         emit(found) if json else report.show_proposal(found, console())
         return
     if not recipe:
         raise ValueError(f"argosy plan needs a recipe ({', '.join(runs.RECIPES)}) or --chip, --chips and --days")
-    shares = {} if goodput is None else {"goodput": goodput}
-    planned = sheet.plan(resolve(recipe, settings, seed), price=price, deadline=deadline, **shares)
+    share = cost.GOODPUT if goodput is None else goodput
+    planned = sheet.plan(resolve(recipe, settings, seed), price=price, deadline=deadline, goodput=share)
     emit(planned) if json else report.show(planned, console())
 
 
@@ -191,7 +188,7 @@ def build(
     tokenizer: Path | None = None,
     vocab: int = 4096,
     text_key: str = "text",
-    home: Path = default_home(),
+    home: Path = HOME,
     json: Json = False,
 ) -> None:
     """Make a corpus: read, deduplicate, hold out, train a tokenizer, store tokens, with a ledger.
@@ -217,7 +214,7 @@ def build(
 
 
 @app.command
-def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str = "127.0.0.1", home: Path = default_home()) -> None:
+def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str = "127.0.0.1", home: Path = HOME) -> None:
     """Serve the page of the runs under a home until interrupted.
 
     Args:
@@ -234,7 +231,7 @@ def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str =
 
 
 @app.command(name="runs")
-def runs_(home: Path = default_home(), json: Json = False) -> None:
+def runs_(home: Path = HOME, json: Json = False) -> None:
     """All runs under a home, newest first.
 
     Args:
@@ -248,7 +245,7 @@ def runs_(home: Path = default_home(), json: Json = False) -> None:
 
 
 @app.command
-def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = default_home(), json: Json = False) -> None:
+def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = HOME, json: Json = False) -> None:
     """A run's summary, or one metric as a chart and a table.
 
     Args:
@@ -264,7 +261,7 @@ def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = def
 
 
 @app.command
-def diff(a: Name, b: Name, /, home: Path = default_home(), json: Json = False) -> None:
+def diff(a: Name, b: Name, /, home: Path = HOME, json: Json = False) -> None:
     """What differs between two runs: configuration, code, data.
 
     Args:
@@ -287,7 +284,7 @@ def sample(
     tokens: int = 200,
     temperature: float = 0.7,
     seed: int = 0,
-    home: Path = default_home(),
+    home: Path = HOME,
 ) -> None:
     """Text from a run's last checkpoint, dropless.
 

@@ -84,7 +84,9 @@ def init(leaves: Any, mesh: Mesh, seed: int, dtype: Any = jnp.float32) -> Any:
         if leaf.init == "identity":  # taps are the next-to-last dimension
             taps = jnp.zeros(leaf.shape, dtype)
             return taps.at[..., 0, :].set(1)
-        unit = jax.random.truncated_normal(jax.random.fold_in(key, zlib.crc32(name.encode())), -3.0, 3.0, leaf.shape, jnp.float32)
+        unit = jax.random.truncated_normal(
+            jax.random.fold_in(key, zlib.crc32(name.encode())), -3.0, 3.0, leaf.shape, jnp.float32
+        )
         return (unit * leaf.init).astype(dtype)
 
     def all_of_them() -> Any:

@@ -245,7 +245,9 @@ def _positive(section: str, name: str, value: int | float) -> None:
 
 def _fraction(section: str, name: str, value: int | float) -> None:
     if not (math.isfinite(value) and 0 <= value <= 1):
-        raise ValueError(f"{section}.{name}={value!r} is a fraction: 0 to 1; nearest legal {min(max(value, 0), 1) if math.isfinite(value) else 0}")
+        raise ValueError(
+            f"{section}.{name}={value!r} is a fraction: 0 to 1; nearest legal {min(max(value, 0), 1) if math.isfinite(value) else 0}"
+        )
 
 
 _MAY_BE_ZERO = {
@@ -350,8 +352,14 @@ def check(run: Run) -> None:
                 f"data.phases: {phase.name!r} ends at {phase.until_frac}, the one before it at {previous}; ends must rise to 1.0"
             )
         previous = phase.until_frac
-        if not phase.weights or any(not (math.isfinite(w) and w >= 0) for _, w in phase.weights) or sum(w for _, w in phase.weights) <= 0:
-            raise ValueError(f"data.phases: {phase.name!r} needs weights of at least 0 with a sum above 0, got {phase.weights!r}")
+        if (
+            not phase.weights
+            or any(not (math.isfinite(w) and w >= 0) for _, w in phase.weights)
+            or sum(w for _, w in phase.weights) <= 0
+        ):
+            raise ValueError(
+                f"data.phases: {phase.name!r} needs weights of at least 0 with a sum above 0, got {phase.weights!r}"
+            )
         names = [n for n, _ in phase.weights]
         if len(set(names)) != len(names):
             raise ValueError(f"data.phases: {phase.name!r} names a source twice: {names}")
@@ -469,5 +477,3 @@ def difference(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
     """Keys whose values differ: `{key: (value in a, value in b)}`."""
     left, right = keys(a), keys(b)
     return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
-
-

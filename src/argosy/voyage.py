@@ -84,23 +84,27 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
     from argosy.train import checkpoint, loop
 
     at = checkpoint.latest_step(host.folder)
+    evaluate = heldout.evaluator(run, opened)
     with store.open_writer(host.folder, at, code=provenance.code()) as writer, progress_of(run, at) as progress:
         if not any(r["kind"] == "corpus" for r in logs.read(host.folder).lineage):
             writer.lineage("corpus", at, name=run.data.corpus, checksum=opened.checksum, ledger=opened.ledger)
             limit = run.evals.tokens_per_set
-            gzip = {name: opened.gzip_bits_per_byte(name, limit) for name in opened.held_out_sources}
-            writer.event("baseline", at, **gzip)
-        loop.train(
+            writer.event("baseline", at, **{s: opened.gzip_bits_per_byte(s, limit) for s in opened.held_out_sources})
+            writer.event("baseline_whole", at, **{s: opened.gzip_bits_per_byte(s) for s in opened.held_out_sources})
+        state = loop.train(
             run,
             host,
             opened,
             record=writer.record,
             event=writer.event,
-            evaluate=heldout.evaluator(run, opened),
+            evaluate=evaluate,
             progress=progress,
             stop_after=stop_after,
         )
-        writer.close("done" if checkpoint.latest_step(host.folder) >= spec.steps(run) else "stopped")
+        done = int(state.step)
+        if done == spec.steps(run) and not any(m.startswith("eval_whole/") for m in logs.read(host.folder).metrics):
+            writer.record(done, evaluate(state, whole=True))
+        writer.close("done" if done == spec.steps(run) else "stopped")
 
 
 def same_corpus(host: spec.Host, opened: Any) -> None:
@@ -154,49 +158,58 @@ def note(row: dict[str, float]) -> str:
 
 
 def summary(host: spec.Host) -> dict[str, Any]:
-    """What a finished or stopped run came to, from its log alone."""
+    """What a finished or stopped run came to, from its log alone.
+
+    Bits per byte are of all held-out text once the run is finished, until then of the registered part of it.
+    """
     log = logs.read(host.folder)
-    name = log.run["run"]["data"]["corpus"]
-    baselines: dict[str, float] = next((e["fields"] for e in reversed(log.events) if e["kind"] == "baseline"), {})
+    corpus_name = log.run["run"]["data"]["corpus"]
 
     def last(metric: str) -> float | None:
         point = log.last(metric)
         return None if point is None else point[1]
 
-    sources = {s: {"bits_per_byte": last(f"eval_dropless/{s}/bpb"), "gzip": g} for s, g in baselines.items()}
-    steps, _ = log.series("train/loss")
-    rates = log.series("throughput/tokens_per_second")[1]
+    whole = last(f"eval_whole/{corpus_name}/macro_bpb") is not None
+    prefix, kind = ("eval_whole", "baseline_whole") if whole else ("eval_dropless", "baseline")
+    gzip: dict[str, float] = next((e["fields"] for e in reversed(log.events) if e["kind"] == kind), {})
+    rates = log.series("throughput/tokens_per_second")[1].tolist()
     return {
-        "run": host.name,
-        "folder": str(host.folder),
-        "updates": int(steps[-1]),
+        "run": log.name,
+        "folder": str(log.folder),
+        "updates": int(log.series("train/loss")[0][-1]),
+        "updates_total": spec.steps(spec.from_json(log.run["run"])),
         "loss": last("train/loss"),
-        "macro_bits_per_byte": last(f"eval_dropless/{name}/macro_bpb"),
-        "gzip_mean": statistics.fmean(baselines.values()) if baselines else None,
-        "sources": sources,
+        "held_out": "all" if whole else "registered part",
+        "macro_bits_per_byte": last(f"{prefix}/{corpus_name}/macro_bpb"),
+        "gzip_mean": statistics.fmean(gzip.values()) if gzip else None,
+        "sources": {s: {"bits_per_byte": last(f"{prefix}/{s}/bpb"), "gzip": bits} for s, bits in gzip.items()},
         "tokens": last("throughput/total_tokens"),
-        "tokens_per_second": statistics.median(rates.tolist()),
+        "tokens_per_second": statistics.median(rates),
         "mfu": statistics.median(log.series("throughput/mfu")[1].tolist()),
         "drop_fraction_last": last("moe/drop_fraction"),
     }
 
 
 def show_summary(result: dict[str, Any], out: Console) -> None:
-    """The last screen."""
-    table = Table(title="held-out text, bits per byte (dropless)", title_justify="left", box=None, pad_edge=False)
+    """The last screen: what was learned, how fast, and what to do next."""
+    table = Table(
+        title=f"Held-out text ({result['held_out']}), bits per byte, dropless", title_justify="left", box=None, pad_edge=False
+    )
     for column in ("source", "model", "gzip -9", "of gzip"):
         table.add_column(column, justify="left" if column == "source" else "right")
-    for name, row in result["sources"].items():
-        table.add_row(name, f"{row['bits_per_byte']:.3f}", f"{row['gzip']:.3f}", f"{row['bits_per_byte'] / row['gzip']:.0%}")
-    macro, gzip = result["macro_bits_per_byte"], result["gzip_mean"]
-    table.add_row("mean", f"{macro:.3f}", f"{gzip:.3f}", f"{macro / gzip:.0%}", style="bold")
+    rows = {**result["sources"], "mean": {"bits_per_byte": result["macro_bits_per_byte"], "gzip": result["gzip_mean"]}}
+    for name, row in rows.items():
+        if row["bits_per_byte"] is not None and row["gzip"]:
+            bits, gzip = row["bits_per_byte"], row["gzip"]
+            table.add_row(name, f"{bits:.3f}", f"{gzip:.3f}", f"{bits / gzip:.0%}", style="bold" if name == "mean" else "")
     out.print()
     out.print(table)
+    of = "" if result["updates"] == result["updates_total"] else f" of {result['updates_total']:,}"
     out.print(
-        f"\n{result['updates']:,} updates, {result['tokens']:,.0f} tokens, {result['tokens_per_second']:,.0f} tokens/s (median),"
+        f"\n{result['updates']:,}{of} updates, {result['tokens']:,.0f} tokens, {result['tokens_per_second']:,.0f} tokens/s (median),"
         f" {result['mfu']:.1%} of this machine's matrix-product peak, final loss {result['loss']:.3f}."
     )
-    out.print(
-        f"Log and checkpoints: {result['folder']}\nNext: argosy sample {result['run']} 'def '   argosy show {result['run']}"
-        f"   argosy serve"
-    )
+    if of:
+        out.print("The same command goes on from here.")
+    out.print(f"Log and checkpoints: {result['folder']}")
+    out.print(f"Next: argosy sample {result['run']} 'def '   argosy show {result['run']}   argosy serve {result['run']}")

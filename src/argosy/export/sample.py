@@ -72,7 +72,9 @@ def sample(
             zero = np.zeros_like(row)
             batch = jax.tree.map(
                 lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, meshes.B_S)),
-                Batch(tokens=row, labels=zero, doc_start=zero, valid=np.broadcast_to(np.arange(window) < len(recent), row.shape)),
+                Batch(
+                    tokens=row, labels=zero, doc_start=zero, valid=np.broadcast_to(np.arange(window) < len(recent), row.shape)
+                ),
             )
             token = int(draw(state.params, state.router_bias, batch, jnp.int32(len(recent) - 1), jax.random.fold_in(key, i)))
             if token == 0:

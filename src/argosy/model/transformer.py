@@ -79,9 +79,8 @@ def hidden(
     x = norm.gated_norm(params.norm_embed, embed(params.embed, batch.tokens, dtype))
     is_global = jnp.asarray([spec.is_global(run.model, i) for i in range(run.model.layers)])
     body = partial(layer, batch=batch, run=run, capacity=capacity)
-    if run.compute.remat != "none":
-        body = jax.checkpoint(body)
-    x, reports = jax.lax.scan(body, x, (params.blocks, router_bias, is_global))
+    scanned = body if run.compute.remat == "none" else jax.checkpoint(body)
+    x, reports = jax.lax.scan(scanned, x, (params.blocks, router_bias, is_global))
     return norm.gated_norm(params.norm_final, x), reports
 
 

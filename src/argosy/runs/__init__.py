@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from argosy import spec
@@ -12,7 +13,7 @@ RECIPES: dict[str, Callable[[], spec.Run]] = {
     "pocket": pocket.run,
     "marin-535b": marin_535b.run,
     "marin-535b/ragged": marin_535b.ragged,
-    **{f"marin-535b/d{width}": lambda width=width: marin_535b.rung(width) for width in (768, 1024, 1536, 2048)},
+    **{f"marin-535b/d{width}": partial(marin_535b.rung, width) for width in (768, 1024, 1536, 2048)},
 }
 
 

@@ -71,6 +71,8 @@ METRICS = (
     Metric("eval_dropless/<set>/bpb", "bits/byte", "held-out bits per UTF-8 byte, no drops", "heldout", "<set>"),
     Metric("eval_dropless/<corpus>/macro_loss", "nats/token", "held-out cross-entropy, mean over sources, no drops", "heldout_loss", "mean of sources"),
     Metric("eval_dropless/<set>/loss", "nats/token", "held-out cross-entropy, no drops", "heldout_loss", "<set>"),
+    Metric("eval_whole/<set>/bpb", "bits/byte", "bits per UTF-8 byte of all held-out text, at the end of the run", "", "<set>"),
+    Metric("eval_whole/<set>/loss", "nats/token", "cross-entropy of all held-out text, at the end of the run", "", "<set>"),
     Metric("train/router/routing_entropy_mean", "nats", "entropy of the share of tokens per expert, mean over layers; at most ln(experts)", "entropy", "mean over layers"),
     Metric("train/router/load_max_over_mean", "times the mean", "largest load of an expert over the mean, worst layer", "load", "worst layer"),
     Metric("moe/drop_fraction", "share", "dropped over valid assignments", "drops", "all"),

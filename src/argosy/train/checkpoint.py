@@ -47,5 +47,7 @@ def restore(manager: ocp.CheckpointManager, like: Any) -> tuple[Any | None, list
             taken = aside / f"step_{step}-{len(list(aside.iterdir()))}"
             (Path(manager.directory) / f"step_{step}").rename(taken)
             manager.reload()
-            broken.append(f"checkpoint of step {step} does not restore ({type(error).__name__}: {first[:200]}); moved to {taken}")
+            broken.append(
+                f"checkpoint of step {step} does not restore ({type(error).__name__}: {first[:200]}); moved to {taken}"
+            )
     return None, broken
