@@ -5,8 +5,9 @@ there is, and returns new parameters, since the hyperball step rescales the weig
 Everything is float32, but the Newton-Schulz products where `compute.precision=bf16`.
 
 All arithmetic is elementwise on the parameters' own shards, or a sum of squares over a group; only whole matrices
-for Newton-Schulz are gathered. Donate the state and the parameters: in place, the moments cost their memory traffic
-alone (three times less than in fresh buffers on a CPU).
+for Newton-Schulz are gathered. Memory traffic is the cost of the rest, so donate parameters and state and return them
+in the order they came in: JAX pairs donated buffers with outputs of their shape by position, and a crossed pair costs
+a copy of every leaf. Parameter norms are of the new values for the same reason.
 """
 
 import math
@@ -34,7 +35,8 @@ NEWTON_SCHULZ = (
 )
 NORM_EPS = 1e-8  # beside the norm of a matrix before Newton-Schulz
 TINY = 1e-10  # the smallest norm that the hyperball step divides by
-CHUNK_ELEMENTS = 32_768  # matrices orthogonalised together: large enough for the products, small enough for the cache
+CHUNK_ELEMENTS = 32_768  # of the matrices orthogonalised together on a CPU: worth a product, small enough for the cache
+ACCELERATOR_CHUNK_ELEMENTS = 2**26  # elsewhere: enough to fill the chip, 256 MB of float32
 
 
 class Momentum(NamedTuple):
@@ -89,6 +91,8 @@ def make(run: spec.Run, leaves: Any) -> Optimizer:
 
     Gradients may have any float type; parameters are float32 masters. Needs the run's mesh (`jax.set_mesh`).
     """
+    flat: list[Leaf]
+    tree: Any
     flat, tree = jax.tree.flatten(leaves, is_leaf=is_leaf)
 
     def init(params: Any) -> Any:
@@ -104,8 +108,9 @@ def make(run: spec.Run, leaves: Any) -> Optimizer:
         if run.optim.clip == "global":
             keep = jnp.minimum(1.0, run.optim.clip_norm / jnp.maximum(grad_norm["total"], TINY))
             wide = [g * keep for g in wide]
+        rates = schedule.learning_rates(run, step)
         done = [
-            _step(run, leaf, g, s, p, step)
+            _step(run, leaf, g, s, p, step, rates)
             for leaf, g, s, p in zip(flat, wide, tree.flatten_up_to(state), tree.flatten_up_to(params), strict=True)
         ]
         new = [p for p, _ in done]
@@ -118,34 +123,37 @@ def _by_momentum(run: spec.Run, leaf: Leaf) -> bool:
     return leaf.kind == "matrix" and run.optim.rule != "adamw"
 
 
-def _step(run: spec.Run, leaf: Leaf, g: Array, state: Any, p: Array, step: Array) -> tuple[Array, Any]:
+def _step(
+    run: spec.Run, leaf: Leaf, g: Array, state: Any, p: Array, step: Array, rates: schedule.LearningRates
+) -> tuple[Array, Any]:
     """One leaf's new parameter and state."""
-    rates, optim = schedule.learning_rates(run, step), run.optim
-    peaks = scaling.rates(run)
-    decay = optim.weight_decay if isinstance(leaf.init, float) else 0.0
-    if optim.rule == "hyperball":
-        constants = Constants(peaks.beta1, peaks.beta2, peaks.eps)
-        if leaf.kind == "matrix":
-            m = MOMENTUM * state.m + g
-            direction = orthogonalize(MOMENTUM * m + g, leaf, run.compute.precision)
-            return hyperball(p, direction, rates.muonh, radius_dims(leaf, optim.radius)), Momentum(m)
-        if leaf.kind == "readout":
-            direction, moments = adam(g, state, step, constants)
-            return hyperball(p, direction, rates.muonh, tuple(range(p.ndim))), moments
-        decay = 0.0
-        if leaf.kind == "gate" and optim.decay == "gates_router":
-            decay = optim.decay_peak * jnp.maximum(0.0, 1.0 - step.astype(jnp.float32) / spec.steps(run))
-        direction, moments = adam(g, state, step, constants)
-        return p - rates.adam * (direction + decay * p), moments
-    if leaf.kind == "matrix" and optim.rule == "muon":
+    optim = run.optim
+    if _by_momentum(run, leaf):
         m = MOMENTUM * state.m + g
+        if optim.rule == "hyperball":
+            direction = orthogonalize(MOMENTUM * m + g, leaf, run.compute)
+            return hyperball(p, direction, rates.muonh, radius_dims(leaf, optim.radius)), Momentum(m)
         # optax corrects both terms of Nesterov's sum for their start, the momentum as of the next update
         ahead = MOMENTUM / _unbias(MOMENTUM, step + 1) * m + g / _unbias(MOMENTUM, step)
-        direction = orthogonalize((1 - MOMENTUM) * ahead, leaf, run.compute.precision)
+        direction = orthogonalize((1 - MOMENTUM) * ahead, leaf, run.compute)
         fan_in, fan_out = leaf.shape[-2:]
-        return p - rates.muonh * (math.sqrt(max(1.0, fan_out / fan_in)) * direction + decay * p), Momentum(m)
+        scale = math.sqrt(max(1.0, fan_out / fan_in))
+        return p - rates.muonh * (scale * direction + optim.weight_decay * p), Momentum(m)
+
+    if optim.rule == "hyperball":
+        peaks = scaling.rates(run)
+        direction, moments = adam(g, state, step, Constants(peaks.beta1, peaks.beta2, peaks.eps))
+        if leaf.kind == "readout":
+            return hyperball(p, direction, rates.muonh, tuple(range(p.ndim))), moments
+        if leaf.kind == "gate" and optim.decay == "gates_router":
+            left = jnp.maximum(0.0, 1.0 - step.astype(jnp.float32) / spec.steps(run))
+            direction = direction + optim.decay_peak * left * p
+        return p - rates.adam * direction, moments
+
     direction, moments = adam(g, state, step, ADAMW)
-    return p - rates.adam * (direction + decay * p), moments
+    if isinstance(leaf.init, float):
+        direction = direction + optim.weight_decay * p
+    return p - rates.adam * direction, moments
 
 
 def adam(g: Array, state: Moments, step: Int[Array, ""], c: Constants) -> tuple[Array, Moments]:
@@ -187,14 +195,14 @@ def hyperball(w: Array, direction: Array, eta: Float[Array, ""], dims: tuple[int
     return (w - length * direction) * (radius / jnp.maximum(after, TINY))
 
 
-def orthogonalize(g: Array, leaf: Leaf, precision: str) -> Array:
+def orthogonalize(g: Array, leaf: Leaf, compute: spec.Compute) -> Array:
     """Newton-Schulz of every matrix (last two dims) of a leaf on its own, float32 in and out, sharded as `leaf.spec`.
 
     Each device takes whole matrices: the axes that divided a matrix divide the stack instead where it divides, and
     repeat the work where it does not.
     """
     whole = _whole(leaf)
-    run = jax.shard_map(partial(_each, precision=precision), in_specs=whole, out_specs=whole)
+    run = jax.shard_map(partial(_each, compute=compute), in_specs=whole, out_specs=whole)
     return jax.sharding.reshard(run(jax.sharding.reshard(g, whole)), leaf.spec)
 
 
@@ -211,16 +219,16 @@ def _whole(leaf: Leaf) -> P:
     return P(*(part or None for part in stack), None, None)
 
 
-def _each(g: Float[Array, "*stack rows cols"], precision: str) -> Float[Array, "*stack rows cols"]:
-    """Newton-Schulz of a local stack, a few matrices at a time.
+def _each(g: Float[Array, "*stack rows cols"], compute: spec.Compute) -> Float[Array, "*stack rows cols"]:
+    """Newton-Schulz of a local stack, a few matrices at a time, each written over its own input.
 
     On two CPU cores a loop over single 128 x 256 matrices took 130 ms where one product batched over 256 of them
     took 336: a matrix, its square and its polynomial stay in the cache.
     """
     rows, cols = g.shape[-2:]
-    count = math.prod(g.shape[:-2])
-    together = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * rows * cols <= CHUNK_ELEMENTS))
-    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
+    count, limit = math.prod(g.shape[:-2]), CHUNK_ELEMENTS if compute.chip == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
+    together = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * rows * cols <= limit))
+    dtype = jnp.bfloat16 if compute.precision == "bf16" else jnp.float32
 
     def replace(i: Any, stack: Array) -> Array:
         chunk = jax.lax.dynamic_slice_in_dim(stack, i * together, together)
