@@ -155,6 +155,14 @@ def test_statistics_at_balance(pocket):
     np.testing.assert_allclose(stats.max_load, 1, rtol=1e-6)
 
 
+def test_no_gradient_flows_through_statistics_or_the_next_bias(pocket):
+    def loss(s):
+        _, stats, following = step(s, jnp.zeros(8), jnp.ones(30, bool), 2, pocket.routing)
+        return sum(jnp.sum(v * v) for v in (*stats[1:], following))
+
+    assert not np.asarray(jax.grad(loss)(f32(normal(0, 30, 8)))).any()
+
+
 # ---- the histogram quantile ----------------------------------------------------------------------
 
 MARGINS = {
