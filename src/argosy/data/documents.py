@@ -41,13 +41,17 @@ class Skipped(NamedTuple):
 
 
 class File(NamedTuple):
-    """An input file: its documents' source, its id, where it lies; whether the user named it; whether it is the stdlib's."""
+    """An input file: its documents' source, its id, where it lies; whether the user named it; whether it is the stdlib's.
+
+    `skip` is a reason not to read it.
+    """
 
     source: str
     id: str
     path: Path
     named: bool = False
     library: bool = False
+    skip: str = ""
 
 
 # ---- which files ---------------------------------------------------------------------------------
@@ -139,7 +143,8 @@ def _stdlib_files(library: Path) -> list[File]:
             source = "library" if len(inside.parts) == 1 else "packages"
         found.append(File(source, inside.as_posix(), path, library=True))
     suite = sum(file.source == "tests" and file.path.name.startswith("test_") for file in found)
-    return found if suite >= SUITE_FILES else [file for file in found if file.source != "tests"]
+    reason = "" if suite >= SUITE_FILES else "the test suite is not installed"
+    return [file._replace(skip=reason) if file.source == "tests" else file for file in found]
 
 
 # ---- what is in them -----------------------------------------------------------------------------
@@ -152,7 +157,9 @@ def read(file: File, text_key: str = "text") -> Iterator[Document | Skipped]:
         ValueError: for a file that its name or the user says is text and is not, with the line or the byte.
     """
     suffix = _kind(file.path).suffix
-    if file.library and file.source == "topics":
+    if file.skip:
+        yield Skipped(file.source, file.id, file.skip, file.path.stat().st_size)
+    elif file.library and file.source == "topics":
         yield from _topics(file)
     elif suffix in _READERS:
         yield from _READERS[suffix](file, text_key)

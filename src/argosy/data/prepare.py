@@ -282,7 +282,8 @@ def _existing(folder: Path, made_from: dict[str, Any]) -> dict[str, Any]:
             lines.append(f"{len(ids):,} {word}: {', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''}")
     if lines:
         raise ValueError(
-            f"corpus {folder.name!r} is there, made from other inputs ({'; '.join(lines)}); give another --name, or --force to replace it"
+            f"corpus {folder.name!r} is there, made from other inputs ({'; '.join(lines)}); give another --name, or --force to"
+            " replace it"
         )
     console().print(f"corpus {folder.name} is there: {folder}", highlight=False, soft_wrap=True)
     return ledger

@@ -182,7 +182,8 @@ class Store:
         whole = int(np.searchsorted(ends, labels, side="right"))
         if not whole:
             raise ValueError(
-                f"evals.tokens_per_set={limit:,} ends inside the first held-out document of {source!r}; nearest legal {int(ends[0]):,}"
+                f"evals.tokens_per_set={limit:,} ends inside the first held-out document of {source!r};"
+                f" nearest legal {int(ends[0]):,}"
             )
         return int(ends[whole - 1]), int(self.document_bytes(source, HELD_OUT)[:whole].sum())
 
@@ -199,7 +200,8 @@ class Store:
             )
         if split not in self.ledger["sources"][source]:
             raise ValueError(
-                f"source {source!r} of corpus {self.ledger['name']!r} has no split {split!r}: too few documents, or {TRAIN}, {HELD_OUT}"
+                f"source {source!r} of corpus {self.ledger['name']!r} has no split {split!r}: it has too few documents, or the"
+                f" split is none of {TRAIN}, {HELD_OUT}"
             )
         return self.ledger["sources"][source][split]
 
