@@ -49,7 +49,7 @@ weights = st.dictionaries(st.sampled_from(sorted(SIZES)), st.floats(0.05, 1.0), 
 @settings(max_examples=15, deadline=None)
 @given(weights=weights, batch=st.sampled_from([6, 8, 24]), seed=st.integers(0, 2**31))
 def test_every_block_honours_the_weights(weights, batch, seed):
-    """Fails when a whole block of the stream misses a source's share by a sequence or more, or a batch has other rows than B."""
+    """Fails when a whole block of the stream misses a source's share by a sequence, or a batch has other rows than B."""
     run = replace(a_run(main=weights, until=1.0 - 1e-9, batch=batch, steps=600 // batch), seed=seed)
     first = mixture.stretches(run, SIZES)[0]
     stream = flat(everything(run, SIZES))
@@ -71,7 +71,7 @@ def test_every_block_honours_the_weights(weights, batch, seed):
     epoching=st.sampled_from(["plain", "simulated"]),
 )
 def test_no_window_repeats_before_its_source_is_through(until, main, cooldown, seq_len, epoching):
-    """Fails when, across phases and partial blocks, a source repeats or misses a window within an epoch, or reads outside itself."""
+    """Fails when, across phases, a source repeats or misses a window within an epoch, or reads outside itself."""
     run = a_run(
         main=main,
         cooldown=cooldown,
@@ -180,7 +180,7 @@ def test_rows_are_rows_of_the_batch(step, first, last):
 
 
 def test_simulated_epoching_repeats_as_the_full_run_would():
-    """Fails when a run of a quarter of the reference does not repeat each source as often as the reference itself (reference_run 6)."""
+    """Fails when a run of a quarter of the reference does not repeat each source as often as the reference does."""
     sizes = {name: 40 * size for name, size in SIZES.items()}
     full = a_run(steps=16_000, epoching="simulated", mixture_reference_tokens=16_000 * 8 * 64)
     quarter = a_run(steps=4_000, epoching="simulated", mixture_reference_tokens=16_000 * 8 * 64)

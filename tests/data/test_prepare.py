@@ -117,7 +117,7 @@ def test_held_out_text_never_trains(store):
 
 
 def test_enough_is_held_out_and_not_too_much():
-    """Fails when a large source holds out far from 2.5%, a middling one less than 100 KB, a small one more than 15% and a document."""
+    """Fails when a large source holds out far from 2.5%, a middling one under 100 KB, a small one over 15% and a document."""
     rng = random.Random(0)
 
     def source(name, count, size):
@@ -322,7 +322,8 @@ def test_a_killed_build_leaves_the_old_corpus(mine):
     home, path, ledger = mine
     code = "import sys, time, pathlib; from argosy.data import prepare, tokens\n"
     code += "def hang(*a): print('here', flush=True); time.sleep(60)\n"
-    code += f"tokens.write_ledger = hang; prepare.build('mine', [{str(path)!r}], pathlib.Path({str(home)!r}), vocab=300, force=True)"
+    code += f"tokens.write_ledger = hang; prepare.build('mine', [{str(path)!r}], pathlib.Path({str(home)!r}),"
+    code += " vocab=300, force=True)"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "here\n"
     child.send_signal(signal.SIGKILL)
@@ -348,7 +349,7 @@ def test_a_kill_between_the_renames_is_put_right(mine):
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", [True, False])
 def test_the_running_pythons_library(tmp_path, suite):
-    """Fails when the standard library gives less than 6 MB or four sources, with its suite or without, or costs a CPU-minute."""
+    """Fails when the standard library gives under 6 MB or four sources, with or without its suite, or takes a CPU-minute."""
     library = Path(sysconfig.get_path("stdlib"))
     if not suite:
         skip = shutil.ignore_patterns(

@@ -219,6 +219,8 @@ def _jsonl(file: File, text_key: str) -> Iterator[Document | Skipped]:
             where = f"{file.path} line {number:,}"
             try:
                 body = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1:,}") from None
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}") from None
             if not isinstance(body, dict) or not isinstance(body.get(text_key), str):

@@ -75,7 +75,7 @@ def place(rows: int, seq_len: int, mesh: Mesh, read: Callable[[range], Batch]) -
 def prefetch(
     run: spec.Run, store: tokens.Store, mesh: Mesh, start: int, stop: int | None = None, ahead: int = 2
 ) -> Iterator[Iterator[Batch]]:
-    """The batches of steps `start` to `stop - 1` (the run's end by default), up to `ahead` of them read before they are asked for.
+    """The batches of steps `start` to `stop - 1` (the run's end by default), `ahead` of them read before they are asked for.
 
     What goes wrong in the reading thread is raised where the batch is taken. Leaving the context ends the thread.
 

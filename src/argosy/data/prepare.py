@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import rich.box
 import rich.console
 import rich.progress
 import rich.table
@@ -350,11 +351,16 @@ def stage(label: str, total: int | None = None) -> Iterator[Any]:
 
 
 def table(ledger: Mapping[str, Any]) -> rich.table.Table:
-    """The ledger for a terminal: a row per source."""
-    made = rich.table.Table(title=f"corpus {ledger['name']}", caption=f"checksum {ledger['sha256'][:16]}")
-    made.add_column("source")
-    for title in ("files", "documents", "MB", "tokens", "bytes/token", "held out", "KB", "tokens", "left out"):
-        made.add_column(title, justify="right")
+    """The ledger for a terminal of 80 columns: a row per source."""
+    made = rich.table.Table(
+        title=f"corpus {ledger['name']}",
+        caption=f"checksum {ledger['sha256'][:16]}",
+        box=rich.box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    made.add_column("source", no_wrap=True)
+    for title in ("files", "texts", "MB", "tokens", "bytes/token", "held-out KB", "left out"):
+        made.add_column(title, justify="right", no_wrap=True)
     nothing = {"documents": 0, "bytes": 0, "tokens": 0}
     for name, one in ledger["sources"].items():
         train, held = one.get(tokens.TRAIN, nothing), one.get(tokens.HELD_OUT, nothing)
@@ -366,11 +372,9 @@ def table(ledger: Mapping[str, Any]) -> rich.table.Table:
             f"{train['bytes'] / 1e6:.2f}",
             f"{train['tokens']:,}",
             f"{train['bytes'] / max(1, train['tokens']):.2f}",
-            f"{held['documents']:,}",
             f"{held['bytes'] / 1e3:.0f}",
-            f"{held['tokens']:,}",
             f"{gone:,}",
         )
     for name in ledger["absent"]:
-        made.add_row(name, "absent", *[""] * 8)
+        made.add_row(name, "absent", *[""] * 6)
     return made

@@ -32,7 +32,8 @@ def train(texts: Iterable[str], vocab: int = VOCAB) -> Tokenizer:
     """
     if not 257 <= vocab <= 1 << 20:
         raise ValueError(
-            f"a vocabulary of {vocab:,} tokens: 257 (the bytes and {DOC}) to 1,048,576; nearest {min(max(vocab, 257), 1 << 20):,}"
+            f"a vocabulary of {vocab:,} tokens: 257 (the bytes and {DOC}) to 1,048,576;"
+            f" nearest {min(max(vocab, 257), 1 << 20):,}"
         )
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(

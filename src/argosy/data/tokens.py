@@ -196,7 +196,8 @@ class Store:
     def _split(self, source: str, split: str) -> dict[str, Any]:
         if source not in self.sources:
             raise ValueError(
-                f"corpus {self.ledger['name']!r} has no source {source!r}; nearest: {', '.join(spec.nearest(source, self.sources))}"
+                f"corpus {self.ledger['name']!r} has no source {source!r};"
+                f" nearest: {', '.join(spec.nearest(source, self.sources))}"
             )
         if split not in self.ledger["sources"][source]:
             raise ValueError(
