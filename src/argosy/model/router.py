@@ -76,7 +76,7 @@ def route(s: Float[Array, "T E"], bias: Float[Array, "E"], k: int, combine_sum: 
 def _load(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Int[Array, "E"]:
     ids = jnp.arange(count, dtype=experts.dtype)
     hit = (experts[:, :, None] == ids[None, None, :]) & valid[:, None, None]
-    return jnp.sum(hit, (0, 1), dtype=jnp.int32)
+    return jnp.sum(jnp.sum(hit, 1, dtype=jnp.int32), 0)
 
 
 def balance_loss(

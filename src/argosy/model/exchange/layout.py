@@ -58,8 +58,8 @@ def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Ra
     tokens = experts.shape[0]
     ids = jnp.arange(count, dtype=experts.dtype)
     hit = (experts[:, :, None] == ids[None, None, :]) & valid[:, None, None]
-    taken = jnp.pad(jnp.sum(hit, 1, dtype=jnp.float32), ((0, -tokens % _RANK_BLOCK), (0, 0)))
-    blocks = taken.reshape(-1, _RANK_BLOCK, count)
+    taken = jnp.sum(hit, 1, dtype=jnp.int32).astype(jnp.float32)
+    blocks = jnp.pad(taken, ((0, -tokens % _RANK_BLOCK), (0, 0))).reshape(-1, _RANK_BLOCK, count)
     within = jnp.einsum("ts,nse->nte", jnp.tril(jnp.ones((_RANK_BLOCK, _RANK_BLOCK), jnp.float32), -1), blocks)
     total = jnp.sum(blocks, 1).astype(jnp.int32)
     before = jnp.cumsum(total, 0) - total
