@@ -67,6 +67,11 @@ def moe(
 
     `bias` is the router's state; the next step's is in the stats. `capacity` overrides the run's, for evaluations
     that must drop nothing. Tokens that are not `valid` give zeros, take no capacity, and count in no statistic.
+
+    Products are in the dtype of `x`; logits, weights, statistics and bias are float32.
+
+    Raises:
+        ValueError: for a transport that this version does not have, before anything is compiled.
     """
     carry = transport(run.routing.exchange)
     bias = jax.lax.stop_gradient(bias)
