@@ -33,8 +33,14 @@ def sketch(text: bytes) -> UInt64[ndarray, "hashes"]:
         hashes = _hash_windows(data[start : start + _CHUNK + WINDOW - 1])
         if len(found) == SKETCH:
             hashes = hashes[hashes < found[-1]]
-        found = np.unique(np.concatenate([found, hashes]))[:SKETCH]
+        found = _distinct(np.concatenate([found, hashes]))[:SKETCH]
     return found
+
+
+def _distinct(hashes: ndarray) -> ndarray:
+    """Sorted, without repetitions. (numpy 2.4's `unique` goes through a hash table, 20 times slower here than a sort.)"""
+    hashes = np.sort(hashes)
+    return hashes[np.concatenate([[True], hashes[1:] != hashes[:-1]])] if len(hashes) else hashes
 
 
 def _hash_windows(data: ndarray) -> ndarray:
@@ -51,7 +57,7 @@ def _hash_windows(data: ndarray) -> ndarray:
 
 def resemblance(a: UInt64[ndarray, "hashes_a"], b: UInt64[ndarray, "hashes_b"]) -> float:
     """The estimated share of windows that two documents have in common, 0 to 1."""
-    union = np.union1d(a, b)[:SKETCH]
+    union = _distinct(np.concatenate([a, b]))[:SKETCH]
     both = np.intersect1d(a, b, assume_unique=True)
     return float(np.searchsorted(both, union[-1], side="right") / len(union)) if len(union) else 0.0
 
