@@ -109,6 +109,8 @@ def train(
     """
     from argosy import voyage as job
 
+    if stop_after is not None and stop_after < 1:
+        raise ValueError(f"--stop-after {stop_after} counts finished updates; nearest legal 1")
     run, host = resolve(recipe, settings, seed), spec.Host(home=home, name=run_name(recipe, as_))
     job.begin(run, host)
     job.train(run, host, stop_after)
@@ -298,7 +300,6 @@ def sample(
     """
     from argosy.export import sample as sampling
 
-    print(prompt, end="", flush=True)
     for piece in sampling.from_run(run, home, prompt, tokens=tokens, temperature=temperature, seed=seed):
         print(piece, end="", flush=True)
     print()

@@ -43,6 +43,9 @@ def begin(run: spec.Run, host: spec.Host) -> dict[str, Any]:
     Raises:
         ValueError: when the run exists with other values, or needs what this version or machine has not.
     """
+    from argosy.train import loop
+
+    loop.ready(run)
     planned = sheet.plan(run)
     store.create(host.folder, spec.to_json(run), provenance.code(), environment=provenance.environment(), plan=planned)
     return planned

@@ -35,13 +35,13 @@ def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: fl
         state, broken = checkpoint.restore(saved, steps.abstract(run, mesh))
     if state is None:
         raise ValueError(f"no checkpoint of run {log.name!r} restores: {'; '.join(broken)}")
-    yield from sample(run, state, corpus.tokenizer(), prompt, tokens=tokens, temperature=temperature, seed=seed)
+    yield from sample(run, state, corpus, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
 
 def sample(
-    run: spec.Run, state: steps.State, tokenizer: Any, prompt: str, *, tokens: int, temperature: float, seed: int
+    run: spec.Run, state: steps.State, corpus: tokens_store.Store, prompt: str, *, tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """Pieces of text that continue a prompt, until `<|doc|>` (token 0) ends the document or `tokens` are drawn.
+    """The prompt, then pieces of text that continue it, until `<|doc|>` ends the document or `tokens` are drawn.
 
     `temperature` 0 takes the likeliest token. The window is the run's sequence length: older tokens fall out.
 
@@ -51,7 +51,8 @@ def sample(
     if temperature < 0 or tokens < 1:
         raise ValueError(f"temperature={temperature}, tokens={tokens}: temperature is at least 0, tokens at least 1")
     window = run.data.seq_len
-    ids = [0, *tokenizer.encode(prompt).ids]
+    tokenizer = corpus.tokenizer()
+    ids = [corpus.doc, *tokenizer.encode(prompt).ids]
     rows = run.mesh.replica * run.mesh.data * run.mesh.expert
 
     @jax.jit
@@ -64,6 +65,7 @@ def sample(
     mesh = meshes.make(run)
     key = jax.random.key(seed)
     shown = tokenizer.decode(ids[1:])
+    yield prompt
     with jax.set_mesh(mesh):
         for i in range(tokens):
             recent = ids[-window:]
@@ -77,7 +79,7 @@ def sample(
                 ),
             )
             token = int(draw(state.params, state.router_bias, batch, jnp.int32(len(recent) - 1), jax.random.fold_in(key, i)))
-            if token == 0:
+            if token == corpus.doc:
                 return
             ids.append(token)
             text = tokenizer.decode(ids[1:])

@@ -15,6 +15,7 @@ import psutil
 from argosy import mesh as meshes
 from argosy import spec
 from argosy.data import loader
+from argosy.model import exchange
 from argosy.plan import flops, hardware
 from argosy.train import checkpoint
 from argosy.train import step as steps
@@ -49,6 +50,7 @@ def train(
         Diverged: when the loss is not finite; the last checkpoint is from before.
         OSError: when the disk refuses a checkpoint or the log; the last checkpoint is intact.
     """
+    ready(run)
     mesh = meshes.make(run)
     end = min(spec.steps(run), stop_after or spec.steps(run))
     peak = peak_flops(run)
@@ -94,6 +96,27 @@ def train(
             checkpoint.save(saved, state, done)
         saved.wait_until_finished()
     return state
+
+
+def ready(run: spec.Run) -> None:
+    """Refuse what this machine or this version cannot train, before anything is made or compiled.
+
+    Raises:
+        ValueError: naming the field, its value and the nearest one that works.
+    """
+    exchange.transport(run.routing.exchange)
+    for name, only in (("accumulate", 1), ("masters", "device"), ("optimizer_state", "device"), ("params", "fp32")):
+        asked = getattr(run.compute, name)
+        if asked != only:
+            raise ValueError(
+                f"compute.{name}={asked} can be planned but not yet trained by this version; nearest legal compute.{name}={only}"
+            )
+    if run.mesh.context != 1 or run.mesh.expert != 1:
+        raise ValueError(
+            f"mesh.context={run.mesh.context}, mesh.expert={run.mesh.expert} can be planned but not yet trained by this"
+            " version; nearest legal 1 and 1, with mesh.replica or mesh.data for more devices"
+        )
+    meshes.make(run)
 
 
 def due_evaluation(run: spec.Run, done: int) -> bool:
