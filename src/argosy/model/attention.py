@@ -14,6 +14,7 @@ from argosy import mesh, spec
 from argosy.leaf import Leaf
 from argosy.model import norm, shortconv
 from argosy.model.attend import attend
+from argosy.model.linear import linear
 
 QK_EPS = 1e-6  # QK norm, and the exclusive output's denominator (reference_run 1.2)
 
@@ -55,12 +56,10 @@ def attention(
     softmax and gates; products in the dtype of `x`; returned in that dtype.
     """
     m = run.model
-    q = jnp.einsum("bsd,df->bsf", x, mesh.gather(p.q, x.dtype))
-    k = jnp.einsum("bsd,df->bsf", x, mesh.gather(p.k, x.dtype))
-    v = jnp.einsum("bsd,df->bsf", x, mesh.gather(p.v, x.dtype))
+    q, k, v = linear(x, p.q), linear(x, p.k), linear(x, p.v)
     if p.conv_k is not None:
         k = shortconv.shortconv(k, p.conv_k, doc_start)
-    gate = None if p.head_gate is None else jnp.einsum("bsd,dh->bsh", x, mesh.gather(p.head_gate, x.dtype))
+    gate = None if p.head_gate is None else linear(x, p.head_gate)
     whole, rows = P(mesh.BATCH, None, None), P(mesh.BATCH, None)
     reshard = jax.sharding.reshard
     heads = jax.shard_map(
@@ -76,7 +75,7 @@ def attention(
         reshard(doc_start, rows),
         is_global,
     )
-    return jnp.einsum("bsf,fd->bsd", reshard(y, mesh.B_S_D), mesh.gather(p.o, x.dtype))
+    return linear(reshard(y, mesh.B_S_D), p.o)
 
 
 def _heads(q, k, v, gate, doc_start, is_global, *, m: spec.Model, block: int):

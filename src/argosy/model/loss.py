@@ -57,7 +57,7 @@ def nll(
         def one(_, xs):
             h, labels = xs
             logits = _logits(h, w)
-            return None, jax.nn.logsumexp(logits, -1) - _at(logits, labels)
+            return None, _logsumexp(logits) - _at(logits, labels)
 
         _, out = lax.scan(one, None, _blocks((h.reshape(t, -1), labels.reshape(t)), block_tokens))
         return out.reshape(-1)[:t].reshape(labels.shape)
@@ -79,6 +79,11 @@ def _logits(h: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum("td,dv->tv", h, w, preferred_element_type=jnp.float32)
 
 
+def _logsumexp(logits: jax.Array) -> jax.Array:
+    top = jnp.max(logits, -1, keepdims=True)
+    return (top + jnp.log(jnp.sum(jnp.exp(logits - top), -1, keepdims=True)))[:, 0]
+
+
 def _at(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
 
@@ -97,7 +102,7 @@ def _forward(h, w, labels, valid, z_weight: float, block: int, gradient: bool = 
         nll, z, dw = carry
         h, labels, valid = xs
         logits = _logits(h, w)
-        lse = jax.nn.logsumexp(logits, -1)
+        lse = _logsumexp(logits)
         weight = valid.astype(jnp.float32)
         nll += jnp.sum((lse - _at(logits, labels)) * weight)
         z += jnp.sum(jnp.square(lse) * weight)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from argosy import mesh, spec
 from argosy.leaf import Leaf
+from argosy.model.linear import linear
 
 EPS = 1e-5  # full-width and latent norms (reference_run 1.1)
 
@@ -52,15 +53,14 @@ def rms(x: Float[Array, "... D"], gain: Float[Array, "D"] | None, eps: float) ->
 def gated_norm(p: GatedNorm, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     """GN(RMS(x)) with GN(y) = y * sigmoid(silu(y down) up), in the dtype of `x` (reference_run 1.2, arXiv 2601.22966).
 
-    The two weights are gathered before use; the gate's nonlinearities are in float32.
+    The gate's nonlinearities are in float32.
     """
     y = rms(x, p.gain, EPS)
-    down, up = mesh.gather(p.down, x.dtype), mesh.gather(p.up, x.dtype)
-    return _gate(y, jnp.einsum("bsd,dr->bsr", y, down), up)
+    return _gate(y, linear(y, p.down), p.up)
 
 
 @partial(jax.checkpoint, prevent_cse=False)
 def _gate(y: Float[Array, "B S D"], low: Float[Array, "B S R"], up: Float[Array, "R D"]) -> Float[Array, "B S D"]:
     hidden = jax.nn.silu(low.astype(jnp.float32)).astype(y.dtype)
-    logit = jnp.einsum("bsr,rd->bsd", hidden, up)
+    logit = linear(hidden, up)
     return (y.astype(jnp.float32) * jax.nn.sigmoid(logit.astype(jnp.float32))).astype(y.dtype)
