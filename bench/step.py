@@ -5,8 +5,9 @@
 Both sides train the same shape from the same tokens in float32 with the same number of threads, each in a process
 of its own. All are warmed up first; then they take turns, a few steps each, round after round, so that slow
 changes of the machine fall on all of them; ratios are taken within a round. Use an idle machine: torch waits for the
-slowest of its threads, so another busy process costs the peer several times what it costs XLA. The peer's candidates (each experts
-implementation of transformers that has a CPU path, and `torch.compile`) are tried before, and the fastest is measured.
+slowest of its threads, so another busy process costs the peer several times what it costs XLA. The peer's candidates
+(each experts implementation of transformers that has a CPU path, and `torch.compile`) are tried before, and the fastest
+is measured.
 
 Printed per row: the median tokens per second over the blocks with the lowest and the highest, the ratio to the
 peer, the highest resident memory of the process (and what the imports alone take), total and active parameters,
@@ -192,7 +193,7 @@ def work(side: str, what: str, threads: int, memory_gib: float) -> None:
     os.dup2(2, 1)  # whatever a library prints goes to standard error
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)
     made, step, sgemm = argosy(json.loads(what), threads) if side == "argosy" else peer(what, threads)
-    first = [step(n) for n in range(WARM_UP)][0]
+    first, *_ = [step(n) for n in range(WARM_UP)]
     done, loss = WARM_UP, first
 
     def answer(body: dict[str, Any]) -> None:
