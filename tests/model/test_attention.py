@@ -187,7 +187,8 @@ def test_exclusive_output_is_orthogonal_to_the_own_value():
     """Fails when the part along the token's own value is not taken out, or another head's value is used."""
     rng = np.random.default_rng(0)
     y, v = rng.normal(size=(2, 5, 6, 8)), rng.normal(size=(2, 5, 3, 8))
-    z = np.asarray(jax.jit(attention.exclusive)(jnp.asarray(y, jnp.float32), jnp.asarray(v, jnp.float32)), np.float64)
+    f = jax.jit(lambda y, v: attention.outputs(y, v, None))
+    z = np.asarray(f(jnp.asarray(y, jnp.float32), jnp.asarray(v, jnp.float32)), np.float64)
     own = v.repeat(2, 2)  # query heads 2n and 2n + 1 share head n
     np.testing.assert_allclose(np.sum(z * own, -1), 0, atol=5e-6)
     along = np.sum(y * own, -1, keepdims=True) / np.sum(own**2, -1, keepdims=True)
@@ -196,15 +197,19 @@ def test_exclusive_output_is_orthogonal_to_the_own_value():
 
 def test_rotation_depends_on_distance_alone_and_leaves_the_second_half(pocket):
     """Fails when pairs are not adjacent, rates are wrong, or more than half of a head turns."""
-    theta = attention.angles(50, pocket.model)
+    theta = attention.angles(50, jnp.array(False), pocket.model)
     np.testing.assert_allclose(theta[7], 7 * 10_000.0 ** (-np.arange(8) / 8), rtol=1e-6)
+    assert not np.any(attention.angles(50, jnp.array(True), pocket.model))
     ks = jax.random.split(jax.random.key(0), 2)
     q, k = (jnp.tile(jax.random.normal(key, (1, 1, 1, 32)), (1, 50, 1, 1)) for key in ks)
-    a, b = (np.asarray(jax.jit(attention.rotate)(x, theta))[0, :, 0] for x in (q, k))
+    rotate = jax.jit(lambda x, theta: attention.turn(x, *attention.turns(theta, 32)))
+    a, b = (np.asarray(rotate(x, theta))[0, :, 0] for x in (q, k))
     for distance in (0, 1, 9):
         products = np.einsum("ta,ta->t", a[distance:], b[: 50 - distance])
         np.testing.assert_allclose(products, products[0], atol=2e-5)
+    assert not np.allclose(a[9] @ b[0], a[1] @ b[0])
     np.testing.assert_array_equal(a[:, 16:], np.asarray(q)[0, :, 0, 16:])
+    np.testing.assert_array_equal(rotate(q, 0 * theta), q)
 
 
 def test_parts_that_are_chosen_away_have_no_parameters(pocket):

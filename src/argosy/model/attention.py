@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy import mesh, spec
 from argosy.leaf import Leaf
-from argosy.model import norm, shortconv
+from argosy.model import shortconv
 from argosy.model.attend import attend
-from argosy.model.linear import linear
+from argosy.model.linear import linear, linears
 
 QK_EPS = 1e-6  # QK norm, and the exclusive output's denominator (reference_run 1.2)
 
@@ -56,57 +56,34 @@ def attention(
     softmax and gates; products in the dtype of `x`; returned in that dtype.
     """
     m = run.model
-    q, k, v = linear(x, p.q), linear(x, p.k), linear(x, p.v)
+    weights = [p.q, p.k, p.v] if p.head_gate is None else [p.q, p.k, p.v, p.head_gate]
+    q, k, v, *gate = linears(x, weights)
     if p.conv_k is not None:
         k = shortconv.shortconv(k, p.conv_k, doc_start)
-    gate = None if p.head_gate is None else linear(x, p.head_gate)
-    whole, rows = P(mesh.BATCH, None, None), P(mesh.BATCH, None)
-    reshard = jax.sharding.reshard
+    whole, rows = P(mesh.BATCH, None, None), P(mesh.BATCH, None)  # each sequence whole on one device
     heads = jax.shard_map(
         partial(_heads, m=m, block=run.compute.attention_block),
-        in_specs=(whole, whole, whole, None if gate is None else whole, rows, P()),
+        in_specs=(rows, P(), whole, whole, whole, *[whole for _ in gate]),
         out_specs=whole,
     )
-    y = heads(
-        reshard(q, whole),
-        reshard(k, whole),
-        reshard(v, whole),
-        None if gate is None else reshard(gate, whole),
-        reshard(doc_start, rows),
-        is_global,
-    )
+    reshard = jax.sharding.reshard
+    y = heads(reshard(doc_start, rows), is_global, *(reshard(t, whole) for t in (q, k, v, *gate)))
     return linear(reshard(y, mesh.B_S_D), p.o)
 
 
-def _heads(q, k, v, gate, doc_start, is_global, *, m: spec.Model, block: int):
-    """From projections [B,S,HA], [B,S,NA] to the heads' outputs [B,S,HA], on one device's sequences."""
+def _heads(doc_start, is_global, q, k, v, gate=None, *, m: spec.Model, block: int):
+    """From projections [B,S,HA], [B,S,NA], [B,S,H] to the heads' outputs [B,S,HA], on one device's sequences."""
     b, s, _ = q.shape
     q, k, v = (t.reshape(b, s, -1, m.head_width) for t in (q, k, v))
-    q, k, v = _positions_and_heads(q, k, v, is_global, m)
-    lower = jnp.where(is_global, doc_start, jnp.maximum(doc_start, jnp.arange(s, dtype=jnp.int32)[None, :] - (m.window - 1)))
-    y = attend(q, k, v, lower, block=block)
-    if m.attention == "exclusive":
-        y = exclusive(y, v)
-    if gate is not None:
-        y = head_gated(y, gate)
-    return y.reshape(b, s, -1)
-
-
-@partial(jax.checkpoint, prevent_cse=False, static_argnums=(4,))
-def _positions_and_heads(q, k, v, is_global, m: spec.Model):
-    """Normed, rotated, scaled q and k, with the key/value heads that this layer uses."""
-    q, k = norm.rms(q, None, QK_EPS), norm.rms(k, None, QK_EPS)
-    if m.position != "none":
-        theta = angles(q.shape[1], m)
-        if m.position == "rope_local":
-            theta = jnp.where(is_global, 0.0, theta)  # a rotation by zero is exact
-        q, k = rotate(q, theta), rotate(k, theta)
-    q = (q.astype(jnp.float32) * m.qk_mult).astype(q.dtype)
+    cos, sin = turns(angles(s, is_global, m), m.head_width)
+    q, k = placed(q, cos, sin, m.qk_mult), placed(k, cos, sin, 1.0)
     if m.kv_heads_global != m.kv_heads_local:
         # One program for both kinds: as many heads as both counts divide, each a copy of the one it stands for.
         n = math.lcm(m.kv_heads_local, m.kv_heads_global)
         k, v = (jnp.where(is_global, _copies(t, m.kv_heads_global, n), _copies(t, m.kv_heads_local, n)) for t in (k, v))
-    return q, k, v
+    lower = jnp.where(is_global, doc_start, jnp.maximum(doc_start, jnp.arange(s, dtype=jnp.int32)[None, :] - (m.window - 1)))
+    y = attend(q, k, v, lower, block=block)
+    return outputs(y, v if m.attention == "exclusive" else None, gate).reshape(b, s, -1)
 
 
 def _copies(t: jax.Array, heads: int, n: int) -> jax.Array:
@@ -114,36 +91,124 @@ def _copies(t: jax.Array, heads: int, n: int) -> jax.Array:
     return jnp.repeat(t[:, :, :heads], n // heads, axis=2)
 
 
-def angles(length: int, m: spec.Model) -> Float[Array, "S pairs"]:
-    """Rotation angles t * theta^(-i / pairs) in radians; the pairs fill the first half of a head's dims."""
+# ---- QK norm and position ------------------------------------------------------------------------
+
+
+def angles(length: int, is_global: Bool[Array, ""], m: spec.Model) -> Float[Array, "S pairs"]:
+    """Rotation angles t * theta^(-i / pairs) in radians, for the pairs that fill the first half of a head's dims.
+
+    Zero, which turns nothing, by the rule `none` and on global layers by `rope_local`.
+    """
     pairs = m.head_width // 4
     rates = m.rope_theta ** (-np.arange(pairs) / pairs)
-    return jnp.asarray(np.arange(length)[:, None] * rates[None, :], jnp.float32)
+    theta = jnp.asarray(np.arange(length)[:, None] * rates[None, :] * (m.position != "none"), jnp.float32)
+    return jnp.where(is_global, 0.0, theta) if m.position == "rope_local" else theta
 
 
-def rotate(x: Float[Array, "B S H A"], theta: Float[Array, "S pairs"]) -> Float[Array, "B S H A"]:
-    """`x` with adjacent pairs (2i, 2i+1) of its first dims turned by `theta[:, i]`; the other dims untouched."""
-    b, s, h, _ = x.shape
-    pairs = theta.shape[1]
-    turned = x[..., : 2 * pairs].astype(jnp.float32).reshape(b, s, h, pairs, 2)
-    cos, sin = jnp.cos(theta)[None, :, None, :], jnp.sin(theta)[None, :, None, :]
-    even, odd = turned[..., 0], turned[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(b, s, h, 2 * pairs)
-    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * pairs :]], -1)
+def turns(theta: Float[Array, "S pairs"], width: int) -> tuple[Float[Array, "S A"], Float[Array, "S A"]]:
+    """What `turn` multiplies by: cos, and sin with the sign of the pair's member; 1 and 0 on the dims that stay."""
+    length, pairs = theta.shape
+    sign = np.tile(np.array([-1, 1], np.float32), pairs)[None, :]
+    stay = jnp.zeros((length, width - 2 * pairs), jnp.float32)
+    cos, sin = jnp.repeat(jnp.cos(theta), 2, axis=1), jnp.repeat(jnp.sin(theta), 2, axis=1) * sign
+    return jnp.concatenate([cos, stay + 1], 1), jnp.concatenate([sin, stay], 1)
 
 
-@partial(jax.checkpoint, prevent_cse=False)
-def exclusive(y: Float[Array, "B S H A"], v: Float[Array, "B S N A"]) -> Float[Array, "B S H A"]:
-    """y minus its part along the token's own value vector: y - (y.v) / (|v|^2 + 1e-6) v, per query head (XSA)."""
-    b, s, h, a = y.shape
-    n = v.shape[2]
-    own = v.astype(jnp.float32)[:, :, :, None, :]
-    wide = y.astype(jnp.float32).reshape(b, s, n, h // n, a)
-    part = jnp.sum(wide * own, -1, keepdims=True) / (jnp.sum(own * own, -1, keepdims=True) + QK_EPS)
-    return (wide - part * own).reshape(b, s, h, a).astype(y.dtype)
+def turn(x: Float[Array, "B S H A"], cos: Float[Array, "S A"], sin: Float[Array, "S A"]) -> Float[Array, "B S H A"]:
+    """`x` with its adjacent pairs (2i, 2i+1) turned, in float32. The transpose is the turn by -sin.
+
+    Each dim meets its partner through a reversal of the pairs, which a CPU does several times faster than taking
+    even and odd dims apart and together again.
+    """
+    b, s, h, a = x.shape
+    x = x.astype(jnp.float32)
+    partner = x.reshape(b, s, h, a // 2, 2)[..., ::-1].reshape(b, s, h, a)
+    return x * cos[None, :, None, :] + partner * sin[None, :, None, :]
 
 
-@partial(jax.checkpoint, prevent_cse=False)
-def head_gated(y: Float[Array, "B S H A"], logit: Float[Array, "B S H"]) -> Float[Array, "B S H A"]:
-    """2 sigmoid(logit) y per head: unchanged where the logit is 0."""
-    return (y.astype(jnp.float32) * (2 * jax.nn.sigmoid(logit.astype(jnp.float32)))[..., None]).astype(y.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def placed(
+    x: Float[Array, "B S H A"], cos: Float[Array, "S A"], sin: Float[Array, "S A"], scale: float
+) -> Float[Array, "B S H A"]:
+    """scale * turn(RMS(x)) per head, without gain: what queries and keys are compared by."""
+    return _placed_forward(x, cos, sin, scale)[0]
+
+
+def _placed_forward(x, cos, sin, scale: float):
+    y = (turn(_unit(x), cos, sin) * scale).astype(x.dtype)
+    return y, (x, y, cos, sin)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) * _inverse_rms(x)
+
+
+def _inverse_rms(x: jax.Array) -> jax.Array:
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + QK_EPS)
+
+
+def _placed_backward(scale: float, saved, dy):
+    x, y, cos, sin = saved
+    # Turning keeps products, so that the part along unit(x) is read off y: dy.y = scale * (turned back dy).unit(x).
+    along = jnp.mean(dy.astype(jnp.float32) * y.astype(jnp.float32), -1, keepdims=True)
+    dx = _inverse_rms(x) * (scale * turn(dy, cos, -sin) - _unit(x) * along)
+    return dx.astype(x.dtype), None, None
+
+
+placed.defvjp(_placed_forward, _placed_backward)
+
+
+# ---- exclusive output and head gate --------------------------------------------------------------
+
+
+@jax.custom_vjp
+def outputs(
+    y: Float[Array, "B S H A"], v: Float[Array, "B S N A"] | None, gate: Float[Array, "B S H"] | None
+) -> Float[Array, "B S H A"]:
+    """2 sigmoid(gate) (y - (y.v) / (|v|^2 + 1e-6) v) per query head, `v` being its own token's value (XSA).
+
+    Without `v` nothing is taken out, without `gate` nothing is scaled. Computed in float32.
+    """
+    return _outputs_forward(y, v, gate)[0]
+
+
+def _outputs_forward(y, v, gate):
+    z = y.astype(jnp.float32)
+    if v is not None:
+        own, share, _ = _own(y, v)
+        z = z - share * own
+    return (z * _twice(gate)).astype(y.dtype), (y, v, gate)
+
+
+def _own(y: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each query head's own value, how much of it is in `y`, and its squared length."""
+    own = jnp.repeat(v, y.shape[2] // v.shape[2], axis=2).astype(jnp.float32)
+    squared = jnp.sum(jnp.square(own), -1, keepdims=True) + QK_EPS
+    return own, jnp.sum(y.astype(jnp.float32) * own, -1, keepdims=True) / squared, squared
+
+
+def _twice(gate: jax.Array | None) -> Any:
+    return 1.0 if gate is None else 2 * jax.nn.sigmoid(gate.astype(jnp.float32))[..., None]
+
+
+def _outputs_backward(saved, dz):
+    y, v, gate = saved
+    wide, twice = dz.astype(jnp.float32), _twice(gate)
+    dy = twice * wide
+    dv = dgate = None
+    along = jnp.sum(wide * y.astype(jnp.float32), -1, keepdims=True)  # dz.y, then dz.(y - share own)
+    if v is not None:
+        own, share, squared = _own(y, v)
+        by_own = jnp.sum(wide * own, -1, keepdims=True)
+        along = along - share * by_own
+        lean = twice * by_own / squared
+        per_head = 2 * share * lean * own - share * dy - lean * y.astype(jnp.float32)
+        dy = dy - lean * own
+        group = y.shape[2] // v.shape[2]
+        dv = sum(per_head[:, :, i::group] for i in range(group)).astype(v.dtype)
+    if gate is not None:
+        dgate = (along * twice * (1 - twice / 2))[..., 0].astype(gate.dtype)
+    return dy.astype(y.dtype), dv, dgate
+
+
+outputs.defvjp(_outputs_forward, _outputs_backward)
