@@ -94,9 +94,8 @@ def _sums(h, w, labels, valid, z_weight: float, block: int):
 
 
 def _forward(h, w, labels, valid, z_weight: float, block: int, gradient: bool = True):
-    zero = jnp.zeros((), jnp.float32)
-    varying = partial(lax.pcast, axis_name=spec.AXES, to="varying")
-    start = (varying(zero), varying(zero), varying(jnp.zeros(w.shape, jnp.float32)) if gradient else None)
+    zero = jnp.zeros_like(w, dtype=jnp.float32, shape=())  # like `w`, so that it varies over devices as `w` does
+    start = (zero, zero, jnp.zeros_like(w, dtype=jnp.float32) if gradient else None)
 
     def one(carry, xs):
         nll, z, dw = carry
