@@ -43,7 +43,7 @@ def attend(
     return _attend(q, k, v, jnp.minimum(lower, jnp.arange(s, dtype=lower.dtype)[None, :]), min(block, s))
 
 
-_UNROLL_BLOCKS = 8  # beyond these, loops: the program and the scores of a query block would grow with S
+_UNROLL_BLOCKS = 4  # beyond these, loops: the program and the scores of a query block would grow with S
 _UNROLL_BYTES = 2**21  # of a query block's scores: larger ones leave the cache, and loops over small tiles win
 _UNSEEN = -1e30  # a masked score: its exponential is exactly 0 beside any real one
 
