@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
-    """Packed sequences of whole documents, each stored as `<|doc|>` (token 0) and then its tokens.
+    """Packed sequences of whole documents, each stored as `<|doc|>` and then its tokens.
 
     The label of a position is the next token; that of a document's last token is the next document's `<|doc|>`,
     so every byte of text is predicted exactly once, and `<|doc|>` ends it. Arrays live on the host (numpy) or on

@@ -187,7 +187,6 @@ class Host:
 
     home: Path = Path("voyages")
     name: str = ""
-    log_every_steps: int = 10
     checkpoint_every_s: float = 60.0
     keep_checkpoints: int = 2
     port: int = 0
@@ -228,6 +227,38 @@ def is_global(model: Model, layer: int) -> bool:
 def expert_width(moe: Moe, model: Model) -> int:
     """Z: the width that routed experts see."""
     return model.width if moe.latent == "none" else moe.latent_width
+
+
+BLOCK_SEQS = 49_152  # the reference run's mixture block (reference_run 8), and the largest here
+SMALLEST_BLOCK = 192  # BLOCK_SEQS / 2^8
+
+
+def mixture_block(batch: int, smallest_weight: float) -> int:
+    """Sequences in a block of the mixture: at least four batches, and at least eight of the smallest source.
+
+    192, 384, ... 49,152. It depends on the phase and the batch alone, so that a new horizon leaves the order as it was.
+    """
+    block = SMALLEST_BLOCK
+    while block < BLOCK_SEQS and (block < 4 * batch or block * smallest_weight < 8):
+        block *= 2
+    return block
+
+
+def phase_stops(run: Run, smallest_weights: Sequence[float] | None = None) -> list[int]:
+    """The step at which each phase ends: with a whole block where blocks are fine enough (1/32 of the run).
+
+    `smallest_weights` are those of the sources that a corpus has, as shares of 1; the recipe's own if not given.
+    The reference run's phase switch comes out as step 312,192 of 390,251 (reference_run 6).
+    """
+    if smallest_weights is None:
+        smallest_weights = [min(w for _, w in p.weights if w > 0) / sum(w for _, w in p.weights) for p in run.data.phases]
+    total, batch, stops = steps(run), run.data.batch_seqs, [0]
+    for phase, smallest in zip(run.data.phases, smallest_weights, strict=True):
+        unit = math.lcm(mixture_block(batch, smallest), batch) // batch
+        unit = unit if unit * 32 <= total else 1
+        here = stops[-1] + max(0, round((phase.until_frac * total - stops[-1]) / unit)) * unit
+        stops.append(total if phase.until_frac == 1.0 else min(here, total))
+    return stops[1:]
 
 
 # ---- checks: what was asked, the numbers, the rule, the nearest legal value ----------------------
@@ -280,6 +311,8 @@ def check(run: Run) -> None:
                 raise ValueError(f"{section.name}.{field.name}={value!r} must be finite and at least 0; nearest legal 0")
             if field.name.endswith("_frac"):
                 _fraction(section.name, field.name, value)
+    if not 0 <= run.seed < 2**32:
+        raise ValueError(f"seed={run.seed} must be 0 to {2**32 - 1:,}; nearest legal {min(max(run.seed, 0), 2**32 - 1):,}")
     m, moe, d, mesh = run.model, run.moe, run.data, run.mesh
     for name in ("kv_heads_local", "kv_heads_global"):
         kv = getattr(m, name)

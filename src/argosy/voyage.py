@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -89,17 +90,19 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
     at = checkpoint.latest_step(host.folder)
     evaluate = heldout.evaluator(run, opened)
     with store.open_writer(host.folder, at, code=provenance.code()) as writer, progress_of(run, at) as progress:
-        if not any(r["kind"] == "corpus" for r in logs.read(host.folder).lineage):
-            writer.lineage("corpus", at, name=run.data.corpus, checksum=opened.checksum, ledger=opened.ledger)
+        began = logs.read(host.folder)
+        if not any(e["kind"] == "baseline_whole" for e in began.events):
             limit = run.evals.tokens_per_set
             writer.event("baseline", at, **{s: opened.gzip_bits_per_byte(s, limit) for s in opened.held_out_sources})
             writer.event("baseline_whole", at, **{s: opened.gzip_bits_per_byte(s) for s in opened.held_out_sources})
+        if not any(r["kind"] == "corpus" for r in began.lineage):
+            writer.lineage("corpus", at, name=run.data.corpus, checksum=opened.checksum, ledger=opened.ledger)
         state = loop.train(
             run,
             host,
             opened,
             record=writer.record,
-            event=writer.event,
+            event=partial(happened, writer.event),
             evaluate=evaluate,
             progress=progress,
             stop_after=stop_after,
@@ -108,6 +111,13 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
         if done == spec.steps(run) and not any(m.startswith("eval_whole/") for m in logs.read(host.folder).metrics):
             writer.record(done, evaluate(state, whole=True))
         writer.close("done" if done == spec.steps(run) else "stopped")
+
+
+def happened(record: Callable[..., None], kind: str, step: int, **fields: Any) -> None:
+    """Log an event, and say it where it has words for people."""
+    record(kind, step, **fields)
+    if "message" in fields:
+        print(f"argosy: {fields['message']}", file=sys.stderr, flush=True)
 
 
 def same_corpus(host: spec.Host, opened: Any) -> None:
@@ -175,7 +185,10 @@ def summary(host: spec.Host) -> dict[str, Any]:
     whole = last(f"eval_whole/{corpus_name}/macro_bpb") is not None
     prefix, kind = ("eval_whole", "baseline_whole") if whole else ("eval_dropless", "baseline")
     gzip: dict[str, float] = next((e["fields"] for e in reversed(log.events) if e["kind"] == kind), {})
+    if log.last("train/loss") is None:
+        raise ValueError(f"run {host.name!r} has no finished update yet; the same command goes on with it")
     rates = log.series("throughput/tokens_per_second")[1].tolist()
+    scored = log.last(f"{prefix}/{corpus_name}/macro_bpb")
     return {
         "run": log.name,
         "folder": str(log.folder),
@@ -183,21 +196,23 @@ def summary(host: spec.Host) -> dict[str, Any]:
         "updates_total": spec.steps(spec.from_json(log.run["run"])),
         "loss": last("train/loss"),
         "held_out": "all" if whole else "registered part",
+        "held_out_at_update": scored[0] if scored else None,
         "macro_bits_per_byte": last(f"{prefix}/{corpus_name}/macro_bpb"),
         "gzip_mean": statistics.fmean(gzip.values()) if gzip else None,
         "sources": {s: {"bits_per_byte": last(f"{prefix}/{s}/bpb"), "gzip": bits} for s, bits in gzip.items()},
         "tokens": last("throughput/total_tokens"),
         "tokens_per_second": statistics.median(rates),
         "mfu": statistics.median(log.series("throughput/mfu")[1].tolist()),
+        "prompt": "def " if corpus_name == "stdlib" else "The ",
         "drop_fraction_last": last("moe/drop_fraction"),
     }
 
 
 def show_summary(result: dict[str, Any], out: Console) -> None:
     """The last screen: what was learned, how fast, and what to do next."""
-    table = Table(
-        title=f"Held-out text ({result['held_out']}), bits per byte, dropless", title_justify="left", box=None, pad_edge=False
-    )
+    when = f", at update {result['held_out_at_update']:,}" if result["held_out_at_update"] != result["updates"] else ""
+    title = f"Held-out bits per byte, dropless ({result['held_out']}{when})"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("source", "model", "gzip -9", "of gzip"):
         table.add_column(column, justify="left" if column == "source" else "right")
     rows = {**result["sources"], "mean": {"bits_per_byte": result["macro_bits_per_byte"], "gzip": result["gzip_mean"]}}
@@ -215,4 +230,6 @@ def show_summary(result: dict[str, Any], out: Console) -> None:
     if of:
         out.print("The same command goes on from here.")
     out.print(f"Log and checkpoints: {result['folder']}")
-    out.print(f"Next: argosy sample {result['run']} 'def '   argosy show {result['run']}   argosy serve {result['run']}")
+    out.print(
+        f"Next: argosy sample {result['run']} {result['prompt']!r}   argosy show {result['run']}   argosy serve {result['run']}"
+    )

@@ -55,7 +55,7 @@ def test_pooled_buffers_are_the_published_ones():
 def test_phases_switch_where_the_reference_did():
     """Fails when the cooldown does not start at 312,192 in the reference's blocks, or shares are no mixture."""
     run = marin_535b.run()
-    assert marin_535b.switch_step(run) == 312_192
+    assert spec.phase_stops(run) == [312_192, 390_251]
     for phase in run.data.phases:
         assert sum(w for _, w in phase.weights) == pytest.approx(1.0)
 

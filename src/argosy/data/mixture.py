@@ -17,8 +17,6 @@ import numpy as np
 
 from argosy import spec
 
-BLOCK_SEQS = 49_152  # the reference run's block (reference_run 8), and the largest here
-SMALLEST_BLOCK = 192  # BLOCK_SEQS / 2^8
 _ROUNDS = 6
 
 
@@ -105,15 +103,12 @@ def _stretches(run: spec.Run, sizes: tuple[tuple[str, int], ...]) -> tuple[Stret
     for name in dict.fromkeys(name for weights in phases for name in weights):
         if windows(run, tokens[name]) < 1:
             _refuse_empty(run, name, tokens[name])
-    steps, batch = spec.steps(run), run.data.batch_seqs
+    batch = run.data.batch_seqs
+    stops = spec.phase_stops(run, [min(weights.values()) for weights in phases])
     found: list[Stretch] = []
     start, before = 0, dict.fromkeys(tokens, 0)
-    for phase, weights in zip(run.data.phases, phases, strict=True):
-        block = _block_seqs(batch, min(weights.values()))
-        unit = math.lcm(block, batch) // batch
-        unit = unit if unit * 32 <= steps else 1
-        stop = steps if phase.until_frac == 1.0 else start + max(0, round((phase.until_frac * steps - start) / unit)) * unit
-        stop = min(stop, steps)
+    for phase, weights, stop in zip(run.data.phases, phases, stops, strict=True):
+        block = spec.mixture_block(batch, min(weights.values()))
         counts = _largest_remainder(weights, block)
         for name, count in counts.items():
             if count == 0 and stop > start:
@@ -126,17 +121,6 @@ def _stretches(run: spec.Run, sizes: tuple[tuple[str, int], ...]) -> tuple[Stret
         before = _handed_out(run.seed, one, (stop - start) * batch, start * batch)
         start = stop
     return tuple(found)
-
-
-def _block_seqs(batch: int, smallest_weight: float) -> int:
-    """At least four batches, and at least eight sequences of the smallest source; 192, 384, ... 49,152.
-
-    It depends on the phase and the batch alone, so that a new horizon leaves the order as it was.
-    """
-    block = SMALLEST_BLOCK
-    while block < BLOCK_SEQS and (block < 4 * batch or block * smallest_weight < 8):
-        block *= 2
-    return block
 
 
 def _largest_remainder(weights: Mapping[str, float], total: int) -> dict[str, int]:

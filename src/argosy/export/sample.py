@@ -31,10 +31,9 @@ def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: fl
         raise ValueError(f"run {log.name!r} has no checkpoint yet; argosy train {run.recipe} --as {log.name} makes one")
     corpus = tokens_store.open_store(home / "corpora" / run.data.corpus)
     mesh = meshes.make(run)
-    with jax.set_mesh(mesh), checkpoint.open_manager(log.folder, keep=None) as saved:
-        state, broken = checkpoint.restore(saved, steps.abstract(run, mesh))
-    if state is None:
-        raise ValueError(f"no checkpoint of run {log.name!r} restores: {'; '.join(broken)}")
+    with jax.set_mesh(mesh), checkpoint.opened(log.folder, keep=None) as saved:
+        state, _ = checkpoint.restore(saved, steps.abstract(run, mesh), set_aside=False)
+    assert state is not None
     yield from sample(run, state, corpus, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
 

@@ -1,6 +1,5 @@
 """Token and parameter figures that circulate for one run, side by side, so that no two are taken for each other."""
 
-from fractions import Fraction
 
 from argosy import spec
 from argosy.plan import flops
@@ -9,11 +8,10 @@ from argosy.plan import flops
 def phases(run: spec.Run) -> list[dict]:
     """The phases as trained: name, first step, steps, tokens, sequence length, weights that sum to 1.
 
-    A phase ends at the step nearest to its share of the run.
+    A phase ends with a whole block of the mixture (`spec.phase_stops`).
     """
-    found, first, steps = [], 0, spec.steps(run)
-    for phase in run.data.phases:
-        last = round(Fraction(str(phase.until_frac)) * steps)
+    found, first = [], 0
+    for phase, last in zip(run.data.phases, spec.phase_stops(run), strict=True):
         total = sum(w for _, w in phase.weights)
         found.append(
             {

@@ -65,7 +65,7 @@ def passes(run: spec.Run) -> int:
 def rows(run: spec.Run) -> tuple[float, float]:
     """Expert rows per token as (computed, transported): padding to capacity counts, refused rows do not."""
     r, moe = run.routing, run.moe
-    if r.exchange == "dense" or (r.exchange == "local" and r.capacity == "dropless"):
+    if r.exchange == "dense":
         return float(moe.experts) / run.mesh.expert, 0.0
     if r.exchange == "ragged":
         return float(moe.experts_per_token), float(moe.experts_per_token)

@@ -8,7 +8,6 @@ Numbers are those of marin-community/marin issue #8435 (the specification and th
 import math
 from dataclasses import replace
 
-from argosy import spec
 from argosy.plan import flops
 from argosy.spec import Compute, Data, Evals, Mesh, Model, Moe, Optim, Phase, Routing, Run
 
@@ -222,16 +221,6 @@ def recipe(name: str, width: int, *, mesh: Mesh, compute: Compute = LAUNCH, seqs
         optim=replace(draft.optim, horizon_tokens=horizon),
         data=replace(draft.data, epoching="plain" if large else "simulated"),
     )
-
-
-def switch_step(run: spec.Run, block_seqs: int = 49_152) -> int:
-    """The step at which the reference enters its cooldown: 80% of the steps, down to whole mixture blocks.
-
-    >>> switch_step(run())
-    312192
-    """
-    block_steps = math.lcm(run.data.batch_seqs, block_seqs) // run.data.batch_seqs
-    return round(run.data.phases[0].until_frac * spec.steps(run)) // block_steps * block_steps
 
 
 def _racks(width: int) -> Mesh:

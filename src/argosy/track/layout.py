@@ -1,11 +1,11 @@
 """Where the files of a run lie, and how their lines are written and read.
 
     <home>/runs/<run>/
-      run.json                 the resolved run, code version, corpus, environment, plan
+      run.json                 the resolved run, code version, environment, plan
       metrics/chunk-A-B/       columns of finished stretches (see `argosy.track.columns`)
       metrics/tail-N.jsonl     the newest rows, one JSON object a line
       events.jsonl             what happened at which step
-      lineage.jsonl            attempts, parents and changes
+      lineage.jsonl            attempts, the corpus, parents and changes
       writer.lock              held by the one writer
 
 Tail N becomes chunk N-N; chunks A-B and B+1-C become chunk A-C. Whatever a larger chunk covers is no longer looked

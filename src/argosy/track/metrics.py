@@ -95,8 +95,6 @@ METRICS = (
     Metric("throughput/loading_time", "s", "time spent waiting for data", "time", "data"),
     Metric("throughput/checkpoint_time", "s", "time spent in checkpoints", "time", "checkpoint"),
     Metric("throughput/evaluation_time", "s", "time spent in evaluations", "time", "evaluation"),
-    Metric("throughput/hook_time", "s", "time spent in the log", "time", "log"),
-    Metric("throughput/gc_time", "s", "time spent in garbage collection", "time", "garbage collection"),
     Metric("throughput/gflops_per_second", "GFLOP/s", "model FLOPs per second", "", "GFLOP/s"),
     Metric("throughput/total_tokens", "tokens", "tokens trained on so far", "", "tokens"),
     Metric("throughput/total_gflops", "GFLOP", "model FLOPs so far", "", "GFLOP"),

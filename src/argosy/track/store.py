@@ -62,12 +62,13 @@ def create(folder: Path, run: dict[str, Any], code: dict[str, Any], **about: Any
     if path.is_file():
         there, asked = flat(json.loads(path.read_bytes())["run"]), flat(json.loads(line(run)))
         changed = [f"{k} {there.get(k)} -> {asked.get(k)}" for k in sorted(there | asked) if there.get(k) != asked.get(k)]
-        if changed:
+        if changed and any(r["kind"] == "attempt" for r in read_lines(folder / "lineage.jsonl")[0]):
             raise ValueError(
                 f"run {folder.name!r} exists with other values: {'; '.join(changed)}; a run keeps its values for life;"
                 f" go on with the old ones, or start a new run with --as {folder.name}-2"
             )
-        return
+        if not changed:
+            return
     (folder / "metrics").mkdir(parents=True, exist_ok=True)
     body = {"format": FORMAT, "name": folder.name, "created": time.time(), "run": run, "code": code, **about}
     aside = folder / "run.json.tmp"
@@ -268,4 +269,6 @@ class Writer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.close("" if kind is None else "stopped" if issubclass(kind, KeyboardInterrupt) else "failed")
+        outcome = "" if kind is None else "stopped" if issubclass(kind, KeyboardInterrupt) else "failed"
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():  # what went wrong first is what is told
+            self.close(outcome)

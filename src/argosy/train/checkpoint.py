@@ -1,17 +1,34 @@
 """Checkpoints: Orbax writes them whole or not at all; the newest that restores is the one to go on from."""
 
+import contextlib
+import errno
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 
-def open_manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
-    """A manager of `<folder>/checkpoints`, which saves in the background and keeps the newest `keep` (all if None)."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save at length
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_prefix="step", cleanup_tmp_directories=True)
-    return ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+@contextlib.contextmanager
+def opened(folder: Path, keep: int | None) -> Iterator[ocp.CheckpointManager]:
+    """A manager of `<folder>/checkpoints`, which saves in the background; `keep` of the newest stay, with None it only reads.
+
+    Raises:
+        OSError: when leaving, if the last save did not reach the disk.
+    """
+    for name in ("absl", "orbax"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # Orbax tells every save, and every failure at length
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, step_prefix="step", cleanup_tmp_directories=keep is not None, read_only=keep is None
+    )
+    manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+    try:
+        yield manager
+        finish(manager)
+    finally:
+        with contextlib.suppress(Exception):  # a save that failed has been told already
+            manager.close()
 
 
 def latest_step(folder: Path) -> int:
@@ -21,33 +38,76 @@ def latest_step(folder: Path) -> int:
 
 
 def save(manager: ocp.CheckpointManager, state: Any, step: int) -> None:
-    """Start saving a state; an error of the previous save surfaces here.
+    """Start saving a state; an error of the save before it surfaces here.
 
     Raises:
         OSError: if the disk is full or read-only. Earlier checkpoints stay intact.
     """
-    manager.save(step, args=ocp.args.StandardSave(state), force=True)
+    with _disk(manager):
+        manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
 
-def restore(manager: ocp.CheckpointManager, like: Any) -> tuple[Any | None, list[str]]:
-    """The newest state that restores, or None, and a line for every newer one that did not.
+def finish(manager: ocp.CheckpointManager) -> None:
+    """Wait until what was saved is on the disk.
 
-    `like` is a tree of `jax.ShapeDtypeStruct` with shardings: a checkpoint may be restored on another mesh.
-    A checkpoint that does not restore (a leaf missing, one too many, a damaged file) is moved to `broken/`, so
-    that it neither hides the one before it nor blocks the next save of its step.
+    Raises:
+        OSError: as `save`.
     """
-    broken: list[str] = []
-    while (step := manager.latest_step()) is not None:
+    with _disk(manager):
+        manager.wait_until_finished()
+
+
+@contextlib.contextmanager
+def _disk(manager: ocp.CheckpointManager) -> Iterator[None]:
+    """Whatever the backends of Orbax raise when a disk refuses, as an OSError of one line."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        full = "RESOURCE_EXHAUSTED" in text or "No space left" in text
+        code = errno.ENOSPC if full else getattr(error, "errno", None) or errno.EIO
+        raise OSError(
+            code, f"checkpoint not written, earlier ones are intact: {_line(error)}", str(manager.directory)
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:160]}"
+
+
+def restore(manager: ocp.CheckpointManager, like: Any, *, set_aside: bool) -> tuple[Any | None, list[str]]:
+    """The newest state that restores, or None if there are none, and a line for every newer one that did not.
+
+    `like` is a tree of `jax.ShapeDtypeStruct` with shardings: a checkpoint may be restored on another mesh. One that
+    does not restore is moved to `broken/` if `set_aside`, so that it does not block the next save of its step.
+
+    Raises:
+        ValueError: when there are checkpoints and none restores, as when the code changed its parameters; nothing is moved.
+    """
+    failed: dict[int, str] = {}
+    for step in sorted(manager.all_steps(), reverse=True):
         try:
-            return manager.restore(step, args=ocp.args.StandardRestore(like)), broken
+            state = manager.restore(step, args=ocp.args.StandardRestore(like))
         except Exception as error:  # Orbax raises whatever its backends raise
-            first = (str(error).strip().splitlines() or [""])[0]
-            aside = Path(manager.directory).parent / "broken"
-            aside.mkdir(exist_ok=True)
-            taken = aside / f"step_{step}-{len(list(aside.iterdir()))}"
-            (Path(manager.directory) / f"step_{step}").rename(taken)
-            manager.reload()
-            broken.append(
-                f"checkpoint of step {step} does not restore ({type(error).__name__}: {first[:200]}); moved to {taken}"
-            )
-    return None, broken
+            failed[step] = _line(error)
+            continue
+        lines = [f"checkpoint of step {s:,} does not restore ({why}); went on from step {step:,}" for s, why in failed.items()]
+        if set_aside:
+            for s in failed:
+                _set_aside(manager, s)
+        return state, lines
+    if failed:
+        told = "; ".join(f"step {s:,}: {why}" for s, why in failed.items())
+        raise ValueError(
+            f"none of the checkpoints in {manager.directory} restores into this run with this code: {told};"
+            " go on with the code that wrote them, or move the folder away to begin again from the seed"
+        )
+    return None, []
+
+
+def _set_aside(manager: ocp.CheckpointManager, step: int) -> None:
+    aside = Path(manager.directory).parent / "broken"
+    aside.mkdir(exist_ok=True)
+    (Path(manager.directory) / f"step_{step}").rename(aside / f"step_{step}-{len(list(aside.iterdir()))}")
+    manager.reload()

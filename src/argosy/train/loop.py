@@ -24,7 +24,7 @@ Row = dict[str, float]
 
 
 class Diverged(ValueError):
-    """The loss is no longer a finite number."""
+    """The loss, the gradient or the parameters are no longer finite numbers."""
 
 
 def train(
@@ -47,7 +47,7 @@ def train(
 
     Raises:
         ValueError: when the run needs what this machine or this version does not have.
-        Diverged: when the loss is not finite; the last checkpoint is from before.
+        Diverged: when loss, gradient or parameters are not finite; the last checkpoint is from before.
         OSError: when the disk refuses a checkpoint or the log; the last checkpoint is intact.
     """
     ready(run)
@@ -56,12 +56,12 @@ def train(
     peak = peak_flops(run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        saved = stack.enter_context(checkpoint.open_manager(host.folder, host.keep_checkpoints))
+        saved = stack.enter_context(checkpoint.opened(host.folder, host.keep_checkpoints))
         stopping = stack.enter_context(stop_signals())
 
-        state, broken = checkpoint.restore(saved, steps.abstract(run, mesh))
+        state, broken = checkpoint.restore(saved, steps.abstract(run, mesh), set_aside=True)
         for line in broken:
-            event("checkpoint_broken", 0, message=line)
+            event("checkpoint_broken", int(state.step) if state is not None else 0, message=line)
         if state is None:
             state = steps.init(run, mesh)
             record(0, evaluate(state))
@@ -94,7 +94,6 @@ def train(
             note(run, *unread, clock, record, progress)
         if done > saved_at:
             checkpoint.save(saved, state, done)
-        saved.wait_until_finished()
     return state
 
 
@@ -111,6 +110,10 @@ def ready(run: spec.Run) -> None:
             raise ValueError(
                 f"compute.{name}={asked} can be planned but not yet trained by this version; nearest legal compute.{name}={only}"
             )
+    if run.compute.remat == "block_keep_dispatch":
+        raise ValueError(
+            "compute.remat=block_keep_dispatch can be planned but not yet trained by this version; nearest legal block, none"
+        )
     if run.mesh.context != 1 or run.mesh.expert != 1:
         raise ValueError(
             f"mesh.context={run.mesh.context}, mesh.expert={run.mesh.expert} can be planned but not yet trained by this"
@@ -131,14 +134,15 @@ def due_save(done: int, end: int, clock: "Clock", host: spec.Host) -> bool:
 
 
 def note(run: spec.Run, done: int, stats: steps.Stats, clock: "Clock", record: Any, progress: Any) -> None:
-    """Read an update's statistics from the device, log them, and refuse to go on with a loss that is not finite."""
+    """Read an update's statistics from the device, log them, and refuse to go on with numbers that are not finite."""
     stats = jax.device_get(stats)
     row = steps.metrics(run, done, stats) | clock.lap(done)
     record(done, row)
     progress(done, row)
-    if not math.isfinite(row["train/loss"]):
+    watched = {name: row[name] for name in ("train/loss", "grad/norm/total", "params/norm/total")}
+    if not all(map(math.isfinite, watched.values())):
         raise Diverged(
-            f"the loss is {row['train/loss']} after update {done:,} of {spec.steps(run):,}; training stops, the last"
+            f"{', '.join(f'{name} is {value}' for name, value in watched.items())} after update {done:,} of {spec.steps(run):,}; training stops, the last"
             f" checkpoint is from before; a lower optim.lr_scale (now {run.optim.lr_scale}) is the usual remedy"
         )
 
