@@ -93,7 +93,7 @@ def run() -> Run:
             optimizer_state="device",
             remat="none",
             accumulate=1,
-            attention_block=128,
+            attention_block=64,
             readout_block_tokens=512,
         ),
         evals=Evals(every_frac=0.1, tokens_per_set=32_768, batch_seqs=8),
