@@ -212,7 +212,7 @@ def show_summary(result: dict[str, Any], out: Console) -> None:
     """The last screen: what was learned, how fast, and what to do next."""
     when = f", at update {result['held_out_at_update']:,}" if result["held_out_at_update"] != result["updates"] else ""
     title = f"Held-out bits per byte, dropless ({result['held_out']}{when})"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for column in ("source", "model", "gzip -9", "of gzip"):
         table.add_column(column, justify="left" if column == "source" else "right")
     rows = {**result["sources"], "mean": {"bits_per_byte": result["macro_bits_per_byte"], "gzip": result["gzip_mean"]}}
@@ -220,7 +220,7 @@ def show_summary(result: dict[str, Any], out: Console) -> None:
         if row["bits_per_byte"] is not None and row["gzip"]:
             bits, gzip = row["bits_per_byte"], row["gzip"]
             table.add_row(name, f"{bits:.3f}", f"{gzip:.3f}", f"{bits / gzip:.0%}", style="bold" if name == "mean" else "")
-    out.print()
+    out.print(f"\n[bold]{title}[/bold]")
     out.print(table)
     of = "" if result["updates"] == result["updates_total"] else f" of {result['updates_total']:,}"
     out.print(

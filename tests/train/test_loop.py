@@ -130,6 +130,34 @@ def test_a_broken_checkpoint_costs_only_what_came_after_the_one_before(run, home
     assert checkpoint.latest_step(host.folder) == 10
 
 
+def test_when_no_checkpoint_restores_the_run_is_refused_and_nothing_moves(run, home):
+    """A change of code that adds a parameter must not begin a run again from its seed."""
+    sail(run, home, "other", stop_after=2, evaluate=False)
+    other = spec.override(run, ["model.head_gate=none"])
+    with pytest.raises(ValueError, match="none of the checkpoints"):
+        sail(other, home, "other", evaluate=False)
+    assert checkpoint.latest_step(home / "runs" / "other") == 2
+
+
+def test_a_reader_leaves_the_folder_of_a_live_run_alone(run, home):
+    sail(run, home, "read", stop_after=2, evaluate=False)
+    unfinished = home / "runs" / "read" / "checkpoints" / "step_3.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    mesh = meshes.make(run)
+    with jax.set_mesh(mesh), checkpoint.opened(home / "runs" / "read", keep=None) as saved:
+        state, _ = checkpoint.restore(saved, steps.abstract(run, mesh), set_aside=False)
+    assert int(state.step) == 2
+    assert unfinished.exists()
+
+
+def test_parameters_that_are_not_finite_are_never_saved(run, home):
+    """The loss of an update is of the parameters before it, so it alone would be seen one checkpoint too late."""
+    wild = spec.override(run, ["optim.rule=adamw", "optim.adamw_lr=1e38", "optim.weight_decay=1e30", "optim.warmup_frac=0"])
+    with pytest.raises(loop.Diverged, match="params/norm/total"):
+        sail(wild, home, "wilder", stop_after=1, evaluate=False)
+    assert checkpoint.latest_step(home / "runs" / "wilder") == 0
+
+
 def test_sigterm_ends_after_the_update_with_a_checkpoint(run, home):
     def stop(step, row):
         if step == 3:

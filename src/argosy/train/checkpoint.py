@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,11 +66,22 @@ def _disk(manager: ocp.CheckpointManager) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error)
+        _hush()
         full = "RESOURCE_EXHAUSTED" in text or "No space left" in text
         code = errno.ENOSPC if full else getattr(error, "errno", None) or errno.EIO
-        raise OSError(
-            code, f"checkpoint not written, earlier ones are intact: {_line(error)}", str(manager.directory)
-        ) from error
+        why = os.strerror(code) if full else _line(error)
+        raise OSError(code, f"checkpoint not written, earlier ones are intact: {why}", str(manager.directory)) from error
+
+
+def _hush() -> None:
+    """Keep Orbax's left-over callbacks from printing a traceback each once its event loop is gone."""
+    before = sys.excepthook
+
+    def hook(kind: Any, value: Any, trace: Any) -> None:
+        if "Event loop is closed" not in str(value):
+            before(kind, value, trace)
+
+    sys.excepthook = hook
 
 
 def _line(error: Exception) -> str:
