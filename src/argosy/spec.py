@@ -77,7 +77,10 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One stretch of the mixture: it lasts until `until_frac` of the run, with these weights."""
+    """One stretch of the mixture: it lasts until `until_frac` of the run, with these weights.
+
+    The one source `*` stands for all sources of the corpus, each by its size.
+    """
 
     name: str
     until_frac: float
@@ -307,7 +310,7 @@ def check(run: Run) -> None:
                 )
             if isinstance(value, int | float) and field.name not in _MAY_BE_ZERO:
                 _positive(section.name, field.name, value)
-            if isinstance(value, float) and field.name in _MAY_BE_ZERO and not (math.isfinite(value) and value >= 0):
+            if isinstance(value, int | float) and field.name in _MAY_BE_ZERO and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{section.name}.{field.name}={value!r} must be finite and at least 0; nearest legal 0")
             if field.name.endswith("_frac"):
                 _fraction(section.name, field.name, value)
@@ -376,6 +379,11 @@ def check(run: Run) -> None:
                 f"{label}={size:,} does not divide over data {mesh.data} x expert {mesh.expert} = {fsdp} devices; nearest"
                 f" {nearest_multiples(size, fsdp)}"
             )
+    if run.optim.decay != "none" and run.optim.rule != "hyperball":
+        raise ValueError(
+            f"optim.decay={run.optim.decay} belongs to optim.rule=hyperball, asked {run.optim.rule}, which has"
+            " optim.weight_decay; nearest legal optim.decay=none"
+        )
     if not d.phases or d.phases[-1].until_frac != 1.0:
         raise ValueError("data.phases must end at until_frac=1.0: the last phase lasts to the end of the run")
     previous = 0.0
@@ -438,9 +446,15 @@ def _coerce(kind: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, path + ".")
     if path.endswith("phases"):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{path}={value!r} must be a list of phases, each with name, until_frac and weights")
         return tuple(_build(Phase, v, f"{path}[{i}].") for i, v in enumerate(value))
     if path.endswith("weights"):
-        pairs = value.items() if isinstance(value, dict) else value
+        pairs = list(value.items()) if isinstance(value, dict) else value
+        if not isinstance(pairs, list | tuple) or not all(
+            isinstance(p, list | tuple) and len(p) == 2 and isinstance(p[1], int | float) for p in pairs
+        ):
+            raise ValueError(f'{path}={value!r} must be pairs of source and weight, e.g. [["library", 2], ["prose", 1]]')
         return tuple((str(n), float(w)) for n, w in pairs)
     if kind is int and isinstance(value, float) and value == int(value):
         return int(value)

@@ -66,6 +66,11 @@ def corpus(run: spec.Run, host: spec.Host) -> Any:
             raise ValueError(f"corpus {name!r} is not in {folder.parent}; make it: argosy data build FILES... --name {name}")
         prepare.build(name, (), host.home)
     opened = tokens.open_store(folder, verify=True)
+    if not opened.held_out_sources:
+        raise ValueError(
+            f"corpus {name!r} holds no text out: none of its sources ({', '.join(opened.sources)}) has two documents;"
+            " split the text into more documents and build it again with --force"
+        )
     tokens.check(run, opened)
     mixture.check(run, opened.sizes)
     return opened

@@ -57,7 +57,7 @@ def test_circulating_figures_are_told_apart(hero):
     assert tokens["trained"] == (390_251 * 46_137_344, 390_251)
     assert tokens["mixture reference"] == (18_750_000_000_000, None)
     assert (tokens["reference, main"][0], tokens["reference, cooldown"][0]) == (15_000_000_000_000, 3_750_000_000_000)
-    assert tokens["phase main"][1] == 312_201
+    assert tokens["phase main"][1] == 312_192
     assert [round(tokens[f"phase {name}"][0] / 1e12, 2) for name in ("main", "cooldown")] == [14.40, 3.60]
     params = {row["name"]: row["params"] for row in hero["params"]["accounting"]}
     assert params["total"] - params["without block gates"] == 150_994_944

@@ -48,6 +48,8 @@ def effective_weights(run: spec.Run, sizes: Mapping[str, int]) -> tuple[list[dic
     absent: dict[str, None] = {}
     for phase in run.data.phases:
         asked = {name: weight for name, weight in phase.weights if weight > 0}
+        if list(asked) == ["*"]:
+            asked = {name: float(size) for name, size in sizes.items() if size}
         for name in asked:
             if name not in sizes:
                 raise ValueError(

@@ -1,0 +1,1 @@
+"""Where starting on clusters, rehearsal and preflight will be."""

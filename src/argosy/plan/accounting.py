@@ -1,6 +1,5 @@
 """Token and parameter figures that circulate for one run, side by side, so that no two are taken for each other."""
 
-
 from argosy import spec
 from argosy.plan import flops
 

@@ -2,11 +2,6 @@
 
 from argosy import spec
 
-PARTS = (
-    "embed", "readout", "attention", "head_gate", "router", "latent", "routed", "shared", "gated_norm", "norm", "conv",
-    "router_bias",
-)  # fmt: skip
-
 CONVENTION = (
     "per token: attention with all stored key/value heads, router, the chosen experts, latent and shared;"
     " without embedding, readout, gates, norms and convolutions"

@@ -38,8 +38,6 @@ def find(name: str) -> spec.Run:
     sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
-    except ValueError:
-        raise
     except Exception as error:
         raise ValueError(f"recipe file {path!r} does not run: {type(error).__name__}: {error}") from error
     made = getattr(module, function, None)

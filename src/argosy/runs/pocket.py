@@ -1,6 +1,8 @@
 """The pocket run: every feature of the reference run, on two cores, in minutes.
 
-Command: `make voyage` or `argosy voyage pocket`.
+Command: `make voyage`, or `argosy voyage pocket`. Expected: docs/log.md. Its geometry is its own: the reference's
+rules (heads of 128, gate rank 128, latent and expert width d/2, 384 experts, 791 tokens per active parameter) shrunk
+to d = 128 would leave one head, gates as wide as the model, and a run of hours.
 """
 
 from argosy.spec import Compute, Data, Evals, Mesh, Model, Moe, Optim, Phase, Routing, Run
@@ -16,18 +18,18 @@ def run() -> Run:
         recipe="pocket",
         seed=0,
         model=Model(
-            vocab=4096,
-            width=128,
-            layers=4,
-            heads=4,
-            head_width=32,
+            vocab=4096,  # the corpus's own; at 128,256 the two vocabulary matrices would be 94% of all parameters
+            width=128,  # two cores take it through 2M tokens in minutes
+            layers=4,  # one whole period: three local layers, one global
+            heads=4,  # 4 : 2 : 1 is the least with different key/value heads on local and global layers
+            head_width=32,  # 4 x 32 = width, as in the reference; 16 of them rotate
             kv_heads_local=2,
             kv_heads_global=1,
-            window=128,
+            window=128,  # half the sequence, as in the reference
             global_every=4,
             qk_mult=1.3,
             rope_theta=10_000.0,
-            gate_rank=16,
+            gate_rank=16,  # width / 8; the reference's 128 is width / 48, which would be 3
             conv_taps=4,
             z_loss_weight=1e-4,
             position="rope_local",
@@ -37,9 +39,9 @@ def run() -> Run:
             z_loss="logit",
         ),
         moe=Moe(
-            experts=32,
-            experts_per_token=4,
-            hidden=64,
+            experts=32,  # 256 assignments per expert and update: a load that can be balanced
+            experts_per_token=4,  # an eighth; at the reference's 1 in 48 an expert would see too few tokens to learn
+            hidden=64,  # width / 2, like the latent and shared widths
             latent="norm",
             latent_width=64,
             shared_experts=2,
@@ -59,22 +61,22 @@ def run() -> Run:
         ),
         data=Data(
             corpus="stdlib",
-            seq_len=256,
-            batch_seqs=8,
+            seq_len=256,  # about 950 bytes; longer sequences leave fewer documents in a batch
+            batch_seqs=8,  # 2,048 tokens: small enough for 1,024 updates
             phases=(
                 Phase(name="main", until_frac=0.8, weights=mixture(library=35, packages=30, tests=15, prose=15, topics=5)),
                 Phase(name="cooldown", until_frac=1.0, weights=mixture(library=40, packages=30, tests=5, prose=20, topics=5)),
             ),
             mixture_reference_tokens=2_097_152,
-            epoching="plain",
+            epoching="plain",  # the horizon is the mixture reference, so that simulating would change nothing
             max_epochs=8.0,
         ),
         optim=Optim(
             rule="hyperball",
             radius="joint",
             scaling="marin_2026_08",
-            horizon_tokens=2_097_152,
-            lr_scale=1.0,
+            horizon_tokens=2_097_152,  # 3 tokens per active parameter: what two cores do in minutes, not what is best
+            lr_scale=2.0,  # the rule is 1/265 outside its range here; 0.5, 1 and 2 were tried (docs/log.md)
             warmup_frac=0.01,
             final_frac=0.05,
             decay="none",
@@ -93,7 +95,7 @@ def run() -> Run:
             optimizer_state="device",
             remat="none",
             accumulate=1,
-            attention_block=64,
+            attention_block=64,  # the fastest of 64 and 128 on two cores
             readout_block_tokens=512,
         ),
         evals=Evals(every_frac=0.1, tokens_per_set=32_768, batch_seqs=8),

@@ -27,9 +27,17 @@ def run() -> spec.Run:
         moe=replace(base.moe, experts=32, experts_per_token=4),
         # Ablations are named choices: balance="aux_loss", capacity="dropless", moe.latent="none", ...
         routing=replace(base.routing, balance="quantile"),
-        # The text: `argosy data build notes/*.jsonl --name mine` makes a corpus "mine"; its sources are named in
-        # the table that the command prints. Weights are relative within a phase.
-        data=replace(base.data, seq_len=256, batch_seqs=8),
+        # The text: `argosy data build notes/*.jsonl --name mine` makes a corpus "mine". Weights are relative within
+        # a phase; "*" takes every source by its size, or name the sources that the command's table shows. A phase
+        # lasts until a fraction of the run. A source is read at most `max_epochs` times.
+        data=replace(
+            base.data,
+            corpus="stdlib",
+            seq_len=256,
+            batch_seqs=8,
+            phases=(spec.Phase(name="all", until_frac=1.0, weights=(("*", 1.0),)),),
+            max_epochs=8.0,
+        ),
         # The horizon sets the number of steps and, by the scaling rule, the learning rates.
         optim=replace(base.optim, horizon_tokens=1_048_576, rule="hyperball"),
     )

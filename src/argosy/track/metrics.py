@@ -1,7 +1,7 @@
 """Every metric of a run: its unit, what it means, and on which panel of the page it is drawn.
 
 Names follow the reference run (reference_run.md 7.1), so that curves can be laid over each other. A part in angle
-brackets stands for anything, e.g. `grad/norm/<part>` for `grad/norm/experts`.
+brackets stands for anything, e.g. `grad/norm/<part>` for `grad/norm/routed`.
 """
 
 import functools

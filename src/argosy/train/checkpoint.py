@@ -24,6 +24,7 @@ def opened(folder: Path, keep: int | None) -> Iterator[ocp.CheckpointManager]:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, step_prefix="step", cleanup_tmp_directories=keep is not None, read_only=keep is None
     )
+    _hush()
     manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
     try:
         yield manager
@@ -66,7 +67,6 @@ def _disk(manager: ocp.CheckpointManager) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error)
-        _hush()
         full = "RESOURCE_EXHAUSTED" in text or "No space left" in text
         code = errno.ENOSPC if full else getattr(error, "errno", None) or errno.EIO
         why = os.strerror(code) if full else _line(error)

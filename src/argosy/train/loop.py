@@ -5,6 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from argosy import mesh as meshes
 from argosy import spec
 from argosy.data import loader
 from argosy.model import exchange
-from argosy.plan import flops, hardware
+from argosy.plan import flops
 from argosy.train import checkpoint
 from argosy.train import step as steps
 
@@ -79,13 +80,14 @@ def train(
                 note(run, *unread, clock, record, progress)
             done += 1
             unread = (done, stats)
-            if due_evaluation(run, done) or due_save(done, end, clock, host) or stopping:
+            saving = due_save(done, end, clock, host) or bool(stopping)
+            if due_evaluation(run, done) or saving:
                 note(run, *unread, clock, record, progress)
                 unread = None
             if due_evaluation(run, done):
                 with clock.part("evaluation"):
                     record(done, evaluate(state))
-            if due_save(done, end, clock, host) or stopping:
+            if saving:  # decided once: what is saved has been read and found finite
                 with clock.part("checkpoint"):
                     checkpoint.save(saved, state, done)
                 clock.saved()
@@ -125,8 +127,8 @@ def ready(run: spec.Run) -> None:
 def due_evaluation(run: spec.Run, done: int) -> bool:
     """Whether a held-out evaluation follows the `done`-th update: at every `every_frac` of the run, and its end."""
     total = spec.steps(run)
-    every = run.evals.every_frac * total
-    return done == total or math.floor(done / every) > math.floor((done - 1) / every)
+    every = Fraction(str(run.evals.every_frac)) * total  # the decimal as written: 0.07 of 100 updates is every 7th
+    return done == total or done // every > (done - 1) // every
 
 
 def due_save(done: int, end: int, clock: "Clock", host: spec.Host) -> bool:
@@ -139,11 +141,17 @@ def note(run: spec.Run, done: int, stats: steps.Stats, clock: "Clock", record: A
     row = steps.metrics(run, done, stats) | clock.lap(done)
     record(done, row)
     progress(done, row)
+    optim = run.optim
     watched = {name: row[name] for name in ("train/loss", "grad/norm/total", "params/norm/total")}
     if not all(map(math.isfinite, watched.values())):
         raise Diverged(
-            f"{', '.join(f'{name} is {value}' for name, value in watched.items())} after update {done:,} of {spec.steps(run):,}; training stops, the last"
-            f" checkpoint is from before; a lower optim.lr_scale (now {run.optim.lr_scale}) is the usual remedy"
+            f"{', '.join(f'{name} is {value}' for name, value in watched.items())} after update {done:,} of"
+            f" {spec.steps(run):,}; training stops, the last checkpoint is from before; the usual remedy is a lower"
+            + (
+                f" optim.adamw_lr (now {optim.adamw_lr})"
+                if optim.rule == "adamw"
+                else f" optim.lr_scale (now {optim.lr_scale})"
+            )
         )
 
 
@@ -194,14 +202,14 @@ class Clock:
 
 
 def peak_flops(run: spec.Run) -> float:
-    """What all devices of the run could do, in FLOP/s: measured on a CPU, from the hardware table elsewhere.
+    """What all devices of the run could do, in FLOP/s, measured: the best of a few large square products on one device.
 
-    On a CPU it is the best of a few products of two 2,048 x 2,048 float32 matrices, the machine's sgemm.
+    In the precision of the run; 2,048 wide on a CPU (the machine's sgemm, which all its devices share), 8,192 elsewhere.
     """
-    if jax.default_backend() != "cpu":
-        return spec.devices(run) * hardware.flops_per_s(run)
+    on_cpu = jax.default_backend() == "cpu"
+    n = 2048 if on_cpu else 8192
     with jax.set_mesh(jax.sharding.Mesh(np.asarray(jax.devices()[:1]), "x")):
-        a = jnp.ones((2048, 2048), jnp.float32)
+        a = jnp.ones((n, n), jnp.bfloat16 if run.compute.precision == "bf16" else jnp.float32)
         product = jax.jit(jnp.matmul)
         product(a, a).block_until_ready()
         best = math.inf
@@ -209,7 +217,7 @@ def peak_flops(run: spec.Run) -> float:
             start = time.perf_counter()
             product(a, a).block_until_ready()
             best = min(best, time.perf_counter() - start)
-    return 2 * 2048**3 / best
+    return 2 * n**3 / best * (1 if on_cpu else spec.devices(run))
 
 
 @contextlib.contextmanager
