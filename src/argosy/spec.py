@@ -284,6 +284,15 @@ def _fraction(section: str, name: str, value: int | float) -> None:
         )
 
 
+def _choice(kind: Any, value: Any, path: str) -> None:
+    """Refuse a value that is not one of a named choice's names."""
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else (value,)
+    if value not in choices:
+        raise ValueError(
+            f"{path}={value!r} is not one of {', '.join(map(str, choices))}; nearest: {', '.join(nearest(str(value), choices))}"
+        )
+
+
 _MAY_BE_ZERO = {
     "shared_experts", "z_loss_weight", "aux_loss_weight", "sign_bias_step", "decay_peak", "clip_norm",
     "weight_decay", "warmup_frac", "final_frac", "adamw_lr",
@@ -302,12 +311,7 @@ def check(run: Run) -> None:
             continue
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
-            choices = typing.get_args(field.type) if typing.get_origin(field.type) is Literal else ()
-            if choices and value not in choices:
-                raise ValueError(
-                    f"{section.name}.{field.name}={value!r} is not one of {', '.join(map(str, choices))}"
-                    f"; nearest: {', '.join(nearest(str(value), choices))}"
-                )
+            _choice(field.type, value, f"{section.name}.{field.name}")
             if isinstance(value, int | float) and field.name not in _MAY_BE_ZERO:
                 _positive(section.name, field.name, value)
             if isinstance(value, int | float) and field.name in _MAY_BE_ZERO and not (math.isfinite(value) and value >= 0):
@@ -456,6 +460,7 @@ def _coerce(kind: Any, value: Any, path: str) -> Any:
         ):
             raise ValueError(f'{path}={value!r} must be pairs of source and weight, e.g. [["library", 2], ["prose", 1]]')
         return tuple((str(n), float(w)) for n, w in pairs)
+    _choice(kind, value, path)
     if kind is int and isinstance(value, float) and value == int(value):
         return int(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -10,7 +10,13 @@ from argosy.plan import scaling
 
 
 def sized(run, width, batch, tokens, *settings):
-    sizes = [f"model.width={width}", f"data.batch_seqs={batch}", "data.seq_len=4096", f"optim.horizon_tokens={tokens}"]
+    sizes = [
+        f"model.width={width}",
+        f"data.batch_seqs={batch}",
+        "data.seq_len=4096",
+        f"optim.horizon_tokens={tokens}",
+        "optim.lr_scale=1",
+    ]
     return spec.override(run, [*sizes, *settings])
 
 
