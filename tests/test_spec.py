@@ -77,12 +77,20 @@ def test_override_is_exact(tokens, scale):
         ('data.phases=[{"name":"a","until_frac":1.0,"weights":[["library",-1]]}]', ["weights"]),
         ("data.phases={", ["JSON"]),
         ("evals.batch_seqs=0", ["evals.batch_seqs=0"]),
+        ("seed=99999999999999999999", ["seed=", "4,294,967,295"]),
+        ("model.layers=1000000000", ["model.layers", "10,000"]),
+        ("model.width=1e308", ["model.width", "1,000,000,000"]),
+        ("routing.receiver_capacity=1e300", ["routing.receiver_capacity"]),
+        ("moe.shared_experts=-1", ["moe.shared_experts=-1"]),
+        ("data.phases=3", ["data.phases", "list of phases"]),
+        ('data.phases=[{"name":"a","until_frac":1.0,"weights":[["library"]]}]', ["pairs of source and weight"]),
+        ("optim.decay=gates_router optim.rule=adamw", ["optim.decay"]),
         ("seed=x", ["seed", "whole number"]),
     ],
 )
 def test_a_users_mistake_is_named_with_its_numbers(pocket, setting, words):
     with pytest.raises(ValueError) as error:
-        spec.override(pocket, [setting])
+        spec.override(pocket, setting.split() if " optim." in setting else [setting])
     for word in words:
         assert word in str(error.value), str(error.value)
 

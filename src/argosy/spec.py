@@ -272,9 +272,26 @@ def nearest_multiples(value: int, unit: int) -> str:
     return f"{low + unit}" if low <= 0 else f"{low} or {low + unit}"
 
 
+# The largest values that make sense of any machine to come: loops over layers end, and device integers hold the sizes.
+_MOST = {
+    "layers": 10_000,
+    "heads": 1_000_000,
+    "experts": 1_000_000,
+    "horizon_tokens": 10**18,
+    "mixture_reference_tokens": 10**18,
+}
+_MOST_WHOLE, _MOST_REAL = 10**9, 1e12
+
+
 def _positive(section: str, name: str, value: int | float) -> None:
     if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
         raise ValueError(f"{section}.{name}={value!r} must be a finite number above 0; e.g. {section}.{name}=1")
+
+
+def _bounded(section: str, name: str, value: int | float) -> None:
+    most = _MOST.get(name, _MOST_WHOLE) if isinstance(value, int) else _MOST_REAL
+    if value > most:
+        raise ValueError(f"{section}.{name}={value:.6g} is more than the {most:,} that is allowed; nearest legal {most:,}")
 
 
 def _fraction(section: str, name: str, value: int | float) -> None:
@@ -316,6 +333,8 @@ def check(run: Run) -> None:
                 _positive(section.name, field.name, value)
             if isinstance(value, int | float) and field.name in _MAY_BE_ZERO and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{section.name}.{field.name}={value!r} must be finite and at least 0; nearest legal 0")
+            if isinstance(value, int | float):
+                _bounded(section.name, field.name, value)
             if field.name.endswith("_frac"):
                 _fraction(section.name, field.name, value)
     if not 0 <= run.seed < 2**32:

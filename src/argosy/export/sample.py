@@ -1,5 +1,6 @@
 """Text from a trained run: simple and dropless, the whole window recomputed for every token."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,13 @@ def sample(
     `temperature` 0 takes the likeliest token. The window is the run's sequence length: older tokens fall out.
 
     Raises:
-        ValueError: for a negative temperature or a count below 1.
+        ValueError: for a temperature below 0 or not finite, a count below 1, a seed outside 0 to 2^32 - 1.
     """
-    if temperature < 0 or tokens < 1:
-        raise ValueError(f"temperature={temperature}, tokens={tokens}: temperature is at least 0, tokens at least 1")
+    if not (math.isfinite(temperature) and temperature >= 0) or tokens < 1 or not 0 <= seed < 2**32:
+        raise ValueError(
+            f"temperature={temperature}, tokens={tokens}, seed={seed}: temperature is finite and at least 0, tokens at least 1,"
+            f" seed 0 to {2**32 - 1:,}; e.g. 0.7, 200, 0"
+        )
     window = run.data.seq_len
     tokenizer = corpus.tokenizer()
     ids = [corpus.doc, *tokenizer.encode(prompt).ids]

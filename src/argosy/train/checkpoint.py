@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,14 @@ def _disk(manager: ocp.CheckpointManager) -> Iterator[None]:
 
 def _hush() -> None:
     """Keep Orbax's left-over callbacks from printing a traceback each once its event loop is gone."""
-    before = sys.excepthook
+    before, before_in_threads, before_unraisable = sys.excepthook, threading.excepthook, sys.unraisablehook
 
-    def hook(kind: Any, value: Any, trace: Any) -> None:
-        if "Event loop is closed" not in str(value):
-            before(kind, value, trace)
+    def left_over(value: BaseException | None) -> bool:
+        return "Event loop is closed" in str(value)
 
-    sys.excepthook = hook
+    sys.excepthook = lambda kind, value, trace: None if left_over(value) else before(kind, value, trace)
+    threading.excepthook = lambda args: None if left_over(args.exc_value) else before_in_threads(args)
+    sys.unraisablehook = lambda args: None if left_over(args.exc_value) else before_unraisable(args)
 
 
 def _line(error: Exception) -> str:

@@ -41,12 +41,12 @@ class Slots(NamedTuple):
 
 
 def capacity_rows(assignments: int, experts: int, factor: float) -> int:
-    """Rows per expert: the mean load times the capacity factor, rounded up, at least 1.
+    """Rows per expert: the mean load times the capacity factor, rounded up, at least 1 and at most all.
 
     >>> capacity_rows(16_384, 64, 1.15), capacity_rows(8, 64, 1.0)
     (295, 1)
     """
-    return max(1, math.ceil(factor * assignments / experts))
+    return min(assignments, max(1, math.ceil(factor * assignments / experts)))
 
 
 def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Ranks:
