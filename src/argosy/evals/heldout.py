@@ -1,7 +1,6 @@
 """Held-out loss and bits per byte, per source and macro: dropless, with the pending router bias, without z-loss."""
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ def evaluator(run: spec.Run, corpus: Any) -> Callable[..., dict[str, float]]:
     """
     mesh = meshes.make(run)
     program = jax.jit(lambda params, bias, batch: steps.eval_step(run, params, bias, batch))
-    everything = replace(run, evals=replace(run.evals, tokens_per_set=sys.maxsize))
+    everything = replace(run, evals=replace(run.evals, tokens_per_set=10**9))
 
     def evaluate(state: steps.State, whole: bool = False) -> dict[str, float]:
         row: dict[str, float] = {}

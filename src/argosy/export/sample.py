@@ -29,7 +29,7 @@ def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: fl
     log = logs.read(name, home)
     run = spec.from_json(log.run["run"])
     if not checkpoint.latest_step(log.folder):
-        raise ValueError(f"run {log.name!r} has no checkpoint yet; argosy train {run.recipe} --as {log.name} makes one")
+        raise ValueError(f"run {log.name!r} has no checkpoint yet; training it makes one")
     corpus = tokens_store.open_store(home / "corpora" / run.data.corpus)
     mesh = meshes.make(run)
     with jax.set_mesh(mesh), checkpoint.opened(log.folder, keep=None) as saved:
