@@ -108,17 +108,24 @@ def reference(p, bias, tokens, labels, start, run):
     return lse - logits[np.arange(len(labels)), labels], lse**2, close
 
 
+# So small that the epsilons of the norms and of the exclusive output are seen; what follows them makes up for it.
+SCALES = {"embed": 2e-3, "attention/q": 5e-4, "attention/k": 5e-4, "attention/v": 3e-4, "attention/o": 3e3, "latent/down": 2e-3}
+
+
 def random_params(run, rng):
     """No parameter at its initial value: gains, taps and head gates are as random as matrices."""
 
-    def one(at):
+    def one(name, at):
         if at.init == "ones":
             return 1 + 0.4 * rng.standard_normal(at.shape)
         if at.init == "identity":
             return 0.5 * rng.standard_normal(at.shape)
-        return rng.standard_normal(at.shape) * (1.0 if at.part == "embed" else 1.2 / np.sqrt(at.shape[-2]))
+        scale = next((x for part, x in SCALES.items() if name.endswith(part)), 1)
+        return rng.standard_normal(at.shape) * scale * (1 if name == "embed" else 1.2 / np.sqrt(at.shape[-2]))
 
-    return leaf.tree_map(lambda at: one(at).astype(np.float32), transformer.leaves(run))
+    leaves = transformer.leaves(run)
+    values = [one(name, at).astype(np.float32) for name, at in leaf.flatten(leaves).items()]
+    return jax.tree.unflatten(jax.tree.structure(leaves, is_leaf=leaf.is_leaf), values)
 
 
 def documents(run, rng):
@@ -158,4 +165,4 @@ def test_the_network_is_the_reference_written_again(exchange):
     mean = float(losses.sums.total) / ok.sum()
     np.testing.assert_allclose(mean, nll[ok].mean() + 1e-4 * squared[ok].mean(), rtol=1e-5)
     np.testing.assert_allclose(float(losses.sums.nll) / ok.sum(), nll[ok].mean(), rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(each)[ok], nll[ok], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(each)[ok], nll[ok], rtol=1e-5)

@@ -12,6 +12,7 @@ from argosy import mesh as meshes
 from argosy.batch import Batch
 from argosy.model import transformer
 from argosy.plan import flops
+from argosy.train import step as steps
 
 SMALL = [
     "model.vocab=64", "model.width=32", "model.head_width=8", "model.window=8", "model.gate_rank=4", "data.seq_len=32",
@@ -120,10 +121,31 @@ def test_padding_changes_nothing():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
 
 
-def test_bf16_follows_fp32():
-    batch = documents(small())
-    full, half = (float(evaluate(small(f"compute.precision={p}"), mean_loss, batch)) for p in ("fp32", "bf16"))
-    assert abs(half / full - 1) < 2e-3
+def learned(precision, updates=40):
+    """Cross-entropy of each update on one fixed text, 192 random tokens over and over, at the run's own learning rate."""
+    run = small(f"optim.horizon_tokens={updates * 256}", f"compute.precision={precision}")
+    word = np.random.default_rng(0).integers(1, run.model.vocab, 192).astype(np.int32)
+    shape = (run.data.batch_seqs, run.data.seq_len)
+    text = np.resize(word, shape[0] * shape[1] + 1)
+    batch = Batch(text[:-1].reshape(shape), text[1:].reshape(shape), np.zeros(shape, np.int32), np.ones(shape, bool))
+    mesh = meshes.make(run)
+    with jax.set_mesh(mesh):
+        state, update, batch, curve = steps.init(run, mesh), steps.compiled(run), on(mesh, batch), []
+        for _ in range(updates):
+            state, stats = update(state, batch)
+            curve.append(float(stats.cross_entropy))
+    return np.array(curve)
+
+
+@pytest.mark.slow
+def test_bf16_learns_as_fp32_does():
+    """Fails when a sum, a norm or a state that must be float32 is not: the curves part. They part by 0.12% here."""
+    full, half = (learned(precision) for precision in ("fp32", "bf16"))
+    assert full[0] == pytest.approx(np.log(64), abs=0.2)
+    assert full[-1] < 0.8 * full[0]
+    smooth = [np.convolve(curve, np.full(10, 0.1), "valid") for curve in (full, half)]
+    np.testing.assert_allclose(smooth[1], smooth[0], rtol=0.005)
+    assert (full != half).any()  # they are two precisions
 
 
 def test_remat_changes_no_number():
