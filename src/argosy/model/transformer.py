@@ -16,6 +16,10 @@ from argosy.model import loss as losses
 
 Capacity = Literal["bounded", "dropless"]
 
+# A loop copies each layer's weights out of their stack, forward and again backward: on two CPU cores a tenth of a step
+# of four layers. More layers stay a loop: what there is to compile, and the memory of the backward pass, would grow with them.
+UNROLL_LAYERS = 8
+
 
 class Block(NamedTuple):
     """One layer. Holds leaves, arrays, or whatever is mapped over them; an absent part is None."""
@@ -80,7 +84,8 @@ def hidden(
     is_global = jnp.asarray([spec.is_global(run.model, i) for i in range(run.model.layers)])
     body = partial(layer, batch=batch, run=run, capacity=capacity)
     scanned = body if run.compute.remat == "none" else jax.checkpoint(body)
-    x, reports = jax.lax.scan(scanned, x, (params.blocks, router_bias, is_global))
+    unroll = run.model.layers if run.model.layers <= UNROLL_LAYERS else 1
+    x, reports = jax.lax.scan(scanned, x, (params.blocks, router_bias, is_global), unroll=unroll)
     return norm.gated_norm(params.norm_final, x), reports
 
 
@@ -127,5 +132,3 @@ def logits_at(
     h, _ = hidden(params, router_bias, batch, run, capacity="dropless")
     one = jax.lax.dynamic_slice_in_dim(jax.sharding.reshard(h, P())[row], at, 1)[0]
     return jnp.einsum("d,dv->v", one, mesh.gather(params.readout, one.dtype), preferred_element_type=jnp.float32)
-
-
