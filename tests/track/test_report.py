@@ -11,7 +11,7 @@ from rich.console import Console
 from sample_runs import SOURCES, evaluation, row, sail, small_run
 
 from argosy import spec
-from argosy.track import columns, index, layout, log, metrics, provenance, report, store
+from argosy.track import columns, index, layout, log, metrics, provenance, report, server, store
 
 
 def printed(body, width=120):
@@ -49,7 +49,58 @@ def test_states_follow_the_writer(home):
     assert index.summary(log.read(folder))["state"] == "stopped"
     with store.open_writer(folder, 10) as writer:
         writer.record(1024, {"train/loss": 1.0})
-    assert index.summary(log.read(folder))["state"] == "done"
+        writer.close("failed")
+    body = index.summary(log.read(folder))
+    assert body["state"] == body["outcome"] == "failed" and body["progress"] == 1.0
+    assert "failed" in printed(report.runs_table(report.runs(home)))
+    page = {name: (server.PAGE / name).read_text() for name in ("page.js", "page.css")}
+    assert 'failed: "Failed"' in page["page.js"] and ".state.failed" in page["page.css"]
+    for outcome, state in (("", "stopped"), ("done", "done")):
+        with store.open_writer(folder, 1024) as writer:
+            writer.close(outcome)
+        assert index.summary(log.read(folder))["state"] == state
+
+
+def line_of(**body):
+    return json.dumps(body) + "\n"
+
+
+def test_one_bad_folder_does_not_hide_the_others(home):
+    """Fails when a run.json that is not ours, or a record without its keys, ends in a traceback for every run."""
+    folder = home / "runs" / "planned"
+    good = (folder / "run.json").read_text()
+    for bad in ('{"hello": 1}', "[]", '{"run": [], "created": 1}', '{"run": {}}', '{"run": {}, "created": NaN}'):
+        (folder / "run.json").write_text(bad)
+        with pytest.raises(ValueError, match=r"planned/run\.json is not what was written"):
+            log.read(folder)
+        with pytest.raises(ValueError, match=r"planned/run\.json is not what was written"):
+            store.create(folder, {}, {})
+        assert {b["name"]: b["state"] for b in index.summaries(home)} == {"pocket": "done", "planned": "damaged"}
+        assert "damaged" in printed(report.runs_table(report.runs(home)))
+    (folder / "run.json").write_text(good)
+    whole = {"kind": "note", "step": 1, "attempt": 1, "time": 1.0, "fields": {}}
+    bad = [line_of(**{k: v for k, v in whole.items() if k != gone}) for gone in whole]
+    bad += [
+        line_of(kind="baseline"),
+        line_of(kind="attempt"),
+        line_of(**whole | {"step": "x"}),
+        line_of(**whole | {"fields": 3}),
+    ]
+    for name in ("events", "lineage"):
+        (folder / f"{name}.jsonl").write_text("".join(bad) + line_of(**whole))
+    (folder / "metrics" / "tail-000000.jsonl").write_text(
+        '{"attempt": "x"}\n{"metrics": {}}\n{"step": 1, "time": 1, "metrics": 3}\n'
+    )
+    (folder / "writer.lock").write_text("[]")
+    found = log.read(folder)
+    assert [r["kind"] for r in found.events] == [r["kind"] for r in found.lineage] == ["note"] and found.metrics == []
+    assert [r["kind"] for r in log.follow(folder, "0:0:0:0").events] == ["note"]
+    assert {b["name"]: b["state"] for b in index.summaries(home)} == {"pocket": "done", "planned": "planned"}
+    printed(report.show_table(report.show("planned", home=home)))
+    printed(report.diff_table(report.diff("planned", "pocket", home)))
+    store.create(folder, {}, {})  # no attempt was made, so the run may still change
+    with store.open_writer(folder, 0) as writer:
+        assert writer.attempt == 2  # the note's own attempt counts
 
 
 def test_the_index_is_a_cache_that_can_be_lost(home, monkeypatch):

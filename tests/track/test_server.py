@@ -94,7 +94,11 @@ def test_mistakes_are_answered_with_json(home):
         for query in ("buckets=0", "buckets=ten", "buckets=999999", "from=-1", "to=x"):
             assert ask(address, f"api/run/pocket/series?metrics=train/loss&{query}")[0] == 400
         assert ask(address, "api/run/pocket/news?after=1:2")[0] == 400
-        assert ask(address, "api/run/pocket/news?after=a:b:c:d")[0] == 400
+        for after in ("a:b:c:d", "-1:-1:-1:-1", "0:0:0:-1", "-2:0:0:0", "0:0:0:99999999999999999999"):
+            for path in ("news", "stream"):
+                status, body = ask(address, f"api/run/pocket/{path}?after={after}")
+                assert status == 400 and "tail:bytes:bytes:bytes" in body["error"], (path, after)
+        assert ask(address, "api/run/planned/news?after=-1:0:0:0")[0] == 200
         assert ask(address, "api/nothing")[0] == 404
         for path in (
             "api/run/..",
@@ -109,6 +113,17 @@ def test_mistakes_are_answered_with_json(home):
                 raw.sendall(f"GET /{path} HTTP/1.0\r\n\r\n".encode())
                 answer = b"".join(iter(lambda: raw.recv(65536), b""))
             assert answer.startswith(b"HTTP/1.1 404") and b"secret\n" not in answer and b"root:" not in answer, path
+
+
+def test_a_damaged_run_is_listed_and_not_shown_first(home):
+    """Fails when one bad run.json takes the page from all runs, or the page opens with it."""
+    (home / "runs" / "planned" / "run.json").write_text("[]")
+    with server.serve(home, "", 0) as address:
+        status, body = ask(address, "api/runs")
+        assert status == 200 and body["default"] == "pocket"
+        assert {r["name"]: r["state"] for r in body["runs"]} == {"pocket": "done", "planned": "damaged"}
+        status, body = ask(address, "api/run/planned")
+        assert status == 400 and "planned/run.json is not what was written" in body["error"]
 
 
 def test_new_rows_are_pushed(home):

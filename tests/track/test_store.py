@@ -344,6 +344,7 @@ def test_follow_gives_each_row_once(folder, monkeypatch):
 
 def test_an_existing_run_keeps_its_values(folder):
     """Fails when a run can be continued with other values without anybody noticing."""
+    write(folder, [1])
     store.create(folder, json.loads(json.dumps(RUN)), {"argosy": "9"})
     with pytest.raises(ValueError, match=r"data.seq_len 256 -> 512; .*--as try-2"):
         store.create(folder, RUN | {"data": {"seq_len": 512, "batch_seqs": 8}}, {})
@@ -370,11 +371,32 @@ def test_mistakes_are_answered_in_words(folder):
 def test_a_damaged_chunk_is_named(folder):
     """Fails when a truncated file gives wrong numbers, or an error that does not say which file."""
     write(folder, range(1, 20))
-    path = next((folder / "metrics").glob("chunk-*")) / "values.npy"
-    path.write_bytes(path.read_bytes()[:200])
+    for name, kept in (("values.npy", 200), ("values.npy", 10), ("index.json", 10), ("index.json", 0)):
+        path = next((folder / "metrics").glob("chunk-*")) / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:kept])
+        columns._load.cache_clear()
+        with pytest.raises(ValueError, match=rf"chunk-000000-000000/{name} is not what was written"):
+            log.read(folder)
+        path.write_bytes(whole)
     columns._load.cache_clear()
-    with pytest.raises(ValueError, match=r"values.npy is not what was written"):
-        log.read(folder)
+    assert len(log.read(folder).series("train/loss")[0]) == 19
+
+
+def test_a_torn_run_json_is_named(folder):
+    """Fails when starting a run again over a torn run.json does not say which file it is."""
+    (folder / "run.json").write_bytes(b'{"name": "trail\n')
+    with pytest.raises(ValueError, match=r"try/run\.json is not what was written: Invalid control"):
+        store.create(folder, RUN, {})
+
+
+def test_foreign_names_among_the_metrics_are_not_looked_at(folder):
+    """Fails when a stray folder or file stops readers or the next writer."""
+    for name in ("chunk-foo", "chunk-1-2-3", "chunk-000000-000000.bak", "tail-x.jsonl", "tail-000000.jsonl~", "notes"):
+        (folder / "metrics" / name).mkdir()
+    write(folder, [1])
+    write(folder, [2], at_step=1)
+    assert list(log.read(folder).series("train/loss")[0]) == [1, 2] and (folder / "metrics" / "chunk-foo").is_dir()
 
 
 def test_track_starts_without_jax():

@@ -285,7 +285,13 @@ def load(folder: Path) -> Chunk:
 
 @functools.lru_cache(maxsize=256)
 def _load(folder: Path, _version: int) -> Chunk:
-    body = json.loads((folder / "index.json").read_bytes())
+    try:
+        body = json.loads((folder / "index.json").read_bytes())
+        attempt, where = body["attempt"], body["columns"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'index.json'} is not what was written: {error}; the chunk's other files are untouched"
+        ) from error
     arrays = []
     for name in ("steps.npy", "values.npy", "pyramid.npy"):
         path = folder / name
@@ -293,7 +299,7 @@ def _load(folder: Path, _version: int) -> Chunk:
             arrays.append(np.load(path, mmap_mode="r" if path.stat().st_size > SMALL_FILE_BYTES else None))
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is not what was written: {error}; the chunk's other files are untouched") from error
-    return Chunk(body["attempt"], body["columns"], *arrays)
+    return Chunk(attempt, where, *arrays)
 
 
 def pick(chunk: Chunk, name: str) -> Column:

@@ -17,9 +17,10 @@ import numpy as np
 from argosy import spec
 from argosy.track import metrics
 from argosy.track.layout import listing, names, writing
-from argosy.track.log import RunLog, read
+from argosy.track.log import RunLog, flat, read
 
 RECENT_ROWS = 50
+FORMAT = 2  # raised when the same files give another summary
 UNKNOWN = (
     "recipe", "outcome", "step", "steps", "tokens", "horizon_tokens", "progress", "eta_s", "loss", "macro_bpb", "tokens_per_second",
     "mfu", "drop_fraction",
@@ -30,20 +31,20 @@ def total_steps(log: RunLog) -> int | None:
     """How many updates the run has in all, if this version can read its spec."""
     try:
         return spec.steps(spec.from_json(log.run["run"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def summary(log: RunLog) -> dict[str, Any]:
     """What a run has come to, as plain JSON values; what is not known is None.
 
-    `state` is `planned` (nothing recorded), `running` (a live process writes it), `done` or `stopped`; in `summaries`
-    also `damaged`, with `error`. `eta_s` is seconds to the end at the recent pace of wall time, evaluations and
+    `state` is `planned` (nothing recorded), `running` (a live process writes it), or how its newest attempt ended: `done`,
+    `failed` or else `stopped`; in `summaries` also `damaged`, with `error`. `eta_s` is seconds to the end at the recent pace of wall time, evaluations and
     checkpoints included.
     """
     steps = total_steps(log)
-    ended = [r for r in log.lineage if r["kind"] == "ended"]
-    started = [r for r in log.lineage if r["kind"] == "attempt"]
+    started = [r["attempt"] for r in log.lineage if r["kind"] == "attempt"]
+    ended = {r["attempt"]: r["fields"].get("outcome") for r in log.lineage if r["kind"] == "ended"}
     newest, pace = log.last("time"), _pace(log)
     step, updated = newest if newest else (None, None)
     headline = metrics.macro_bpb(log.metrics)
@@ -56,13 +57,13 @@ def summary(log: RunLog) -> dict[str, Any]:
         "name": log.name,
         "recipe": log.run["run"].get("recipe"),
         "created": log.run["created"],
-        "state": _state(log, step, steps, started, ended),
-        "outcome": ended[-1]["fields"].get("outcome") if ended and len(ended) == len(started) else None,
+        "state": _state(log, started, ended),
+        "outcome": ended.get(started[-1]) if started else None,
         "attempts": len(started),
         "step": step,
         "steps": steps,
         "tokens": tokens,
-        "horizon_tokens": log.run["run"].get("optim", {}).get("horizon_tokens"),
+        "horizon_tokens": flat(log.run["run"]).get("optim.horizon_tokens"),
         "progress": min(1.0, step / steps) if step is not None and steps else None,
         "eta_s": (steps - step) / pace if steps and step is not None and pace else None,
         "updated": max([t for t in (updated, *noted) if t is not None], default=log.run["created"]),
@@ -89,14 +90,13 @@ def _last(log: RunLog, name: str) -> float | None:
     return point[1] if point and math.isfinite(point[1]) else None
 
 
-def _state(log: RunLog, step: int | None, steps: int | None, started: list[Any], ended: list[Any]) -> str:
-    if len(started) > len(ended) and writing(log.folder):
-        return "running"
+def _state(log: RunLog, started: list[int], ended: dict[int, Any]) -> str:
     if not started:
         return "planned"
-    if ended and (ended[-1]["fields"].get("outcome") == "done" or (steps and step is not None and step >= steps)):
-        return "done"
-    return "stopped"
+    if started[-1] not in ended and writing(log.folder):
+        return "running"
+    outcome = ended.get(started[-1])
+    return outcome if outcome in ("done", "failed") else "stopped"
 
 
 # ---- the table ---------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """The summary of a run; one damaged file does not hide the other runs."""
     try:
         return summary(read(folder))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         at = os.stat(folder / "run.json").st_mtime
         known = {"name": folder.name, "state": "damaged", "error": str(error), "created": at, "updated": at, "attempts": 0}
         return {**dict.fromkeys(UNKNOWN), **known}
@@ -155,7 +155,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _version(folder: Path) -> str:
     """Changes whenever the summary could: sizes and times of the files that grow, and whether a writer lives."""
     paths = [folder / "run.json", folder / "events.jsonl", folder / "lineage.jsonl", folder / "metrics"]
-    marks = [int(writing(folder))]
+    marks = [FORMAT, int(writing(folder))]
     for path in [*paths, *(path for _, path in listing(folder).tails)]:
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(path)

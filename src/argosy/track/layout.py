@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -73,16 +74,14 @@ class Listing(NamedTuple):
 
 
 def listing(folder: Path) -> Listing:
-    """What holds the rows of a run."""
+    """What holds the rows of a run; other names are not looked at."""
     chunks, tails = [], []
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(folder / "metrics"):
-            kind, _, rest = entry.name.partition("-")
-            if kind == "chunk" and not entry.name.endswith(".tmp"):
-                first, last = rest.split("-")
-                chunks.append((int(first), int(last), Path(entry.path)))
-            elif kind == "tail":
-                tails.append((int(rest.removesuffix(".jsonl")), Path(entry.path)))
+            if chunk_name := re.fullmatch(r"chunk-([0-9]+)-([0-9]+)", entry.name):
+                chunks.append((int(chunk_name[1]), int(chunk_name[2]), Path(entry.path)))
+            elif tail_name := re.fullmatch(r"tail-([0-9]+)\.jsonl", entry.name):
+                tails.append((int(tail_name[1]), Path(entry.path)))
     kept: list[tuple[int, int, Path]] = []
     covered = []
     for chunk in sorted(chunks, key=lambda c: (c[0], -c[1])):
@@ -171,9 +170,24 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     return found, offset + len(text)
 
 
+def read_records(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The events or the lineage among the whole lines from a byte offset on, and the offset after them."""
+    found, after = read_lines(path, offset)
+    return [body for body in found if _has(body, kind=str, step=int, attempt=int, time=int | float, fields=dict)], after
+
+
 def rows_of(bodies: list[dict[str, Any]]) -> list[Row]:
     """The metric rows among the lines of a tail."""
-    return [(body["step"], body["time"], body["metrics"]) for body in bodies if "metrics" in body]
+    return [
+        (body["step"], body["time"], body["metrics"])
+        for body in bodies
+        if _has(body, step=int, time=int | float, metrics=dict)
+        and all(isinstance(value, int | float) for value in body["metrics"].values())
+    ]
+
+
+def _has(body: dict[str, Any], **kinds: Any) -> bool:
+    return all(isinstance(body.get(key), kind) for key, kind in kinds.items())
 
 
 def read_tail(path: Path) -> tuple[int, list[Row]]:
@@ -184,7 +198,7 @@ def read_tail(path: Path) -> tuple[int, list[Row]]:
     """
     os.stat(path)
     bodies, _ = read_lines(path)
-    return next((body["attempt"] for body in bodies if "attempt" in body), 0), rows_of(bodies)
+    return next((body["attempt"] for body in bodies if _has(body, attempt=int)), 0), rows_of(bodies)
 
 
 # ---- who writes --------------------------------------------------------------------------------
@@ -197,7 +211,7 @@ def signature() -> dict[str, Any]:
 
 def writing(folder: Path) -> bool:
     """Whether a live process is the run's writer; one on another machine counts while it wrote in the last two minutes."""
-    with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         body = json.loads((folder / "writer.lock").read_bytes())
         if body["host"] != socket.gethostname():
             return any(time.time() - os.stat(path).st_mtime < 120 for _, path in listing(folder).tails)

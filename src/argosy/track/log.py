@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from argosy import spec
 from argosy.track import columns
-from argosy.track.layout import Row, find, listing, read_lines, read_tail, rows_of, tail_path
+from argosy.track.layout import Row, find, listing, read_lines, read_records, read_tail, rows_of, tail_path
 
 
 class Attempt(NamedTuple):
@@ -121,6 +122,24 @@ def _rising(found: Sequence[columns.Piece]) -> list[columns.Piece]:
     return [columns.Piece(whole, 0, len(whole.steps))]
 
 
+def run_json(folder: Path) -> dict[str, Any]:
+    """What run.json says: at least `run`, the resolved run, and `created`, seconds since 1970.
+
+    Raises:
+        ValueError: when the file is damaged, or is not one of ours, naming it.
+    """
+    path = folder / "run.json"
+    try:
+        body = json.loads(path.read_bytes())
+        if not isinstance(body, dict) or not isinstance(body.get("run"), dict):
+            raise ValueError("it holds no run")
+        if not isinstance(body.get("created"), int | float) or not math.isfinite(body["created"]):
+            raise ValueError("it does not say when the run was created")
+    except ValueError as error:
+        raise ValueError(f"{path} is not what was written: {error}; the run's other files are untouched") from error
+    return body
+
+
 def read(run: str | Path, home: Path | None = None) -> RunLog:
     """The log of a run, by name (under `home`, else `ARGOSY_HOME`, else `voyages/`) or by folder; live or finished.
 
@@ -128,15 +147,10 @@ def read(run: str | Path, home: Path | None = None) -> RunLog:
         ValueError: when there is no such run, naming the nearest three; or when a file of it is damaged, naming it.
     """
     folder = find(run, home)
-    try:
-        body = json.loads((folder / "run.json").read_bytes())
-    except ValueError as error:
-        raise ValueError(
-            f"{folder / 'run.json'} is not what was written: {error}; the run's other files are untouched"
-        ) from error
+    body = run_json(folder)
     for tries in range(100):
         found = listing(folder)
-        lineage, _ = read_lines(folder / "lineage.jsonl")
+        lineage, _ = read_records(folder / "lineage.jsonl")
         try:
             tails = [read_tail(path) for _, path in found.tails]
             chunks = [columns.load(path) for *_, path in found.chunks]
@@ -146,7 +160,7 @@ def read(run: str | Path, home: Path | None = None) -> RunLog:
                 raise ValueError(
                     f"{error.filename} is missing from run {folder.name!r}; its other files are untouched"
                 ) from error
-    events, _ = read_lines(folder / "events.jsonl")
+    events, _ = read_records(folder / "events.jsonl")
     starts = [(r["attempt"], r["step"]) for r in lineage if r["kind"] == "attempt"]
     attempts = [Attempt(n, at, min((later for m, later in starts if m > n), default=math.inf)) for n, at in starts]
     shown = {a.number: a.shown_to for a in attempts}
@@ -173,15 +187,16 @@ def follow(folder: Path, position: str = "") -> News:
     Raises:
         ValueError: when the position is not one that this function gave.
     """
+    if position and not re.fullmatch(r"(-1|[0-9]{1,12})(:[0-9]{1,12}){3}", position):
+        raise ValueError(f"position {position!r} is not of the form tail:bytes:bytes:bytes; leave it out for now")
     known = [int(part) for part in position.split(":")] if position else []
-    if known and len(known) != 4:
-        raise ValueError(f"position {position!r} has the form tail:bytes:bytes:bytes; leave it out for now")
     tails = listing(folder).tails
     number = tails[-1][0] if tails else -1
     missed = bool(known) and known[0] != number
-    paths = (tail_path(folder, number), folder / "events.jsonl", folder / "lineage.jsonl")
     offsets = (0 if missed else known[1], *known[2:]) if known else (0, 0, 0)
-    (rows, at), (events, events_at), (lineage, lineage_at) = (read_lines(p, o) for p, o in zip(paths, offsets, strict=True))
+    rows, at = read_lines(tail_path(folder, number), offsets[0])
+    events, events_at = read_records(folder / "events.jsonl", offsets[1])
+    lineage, lineage_at = read_records(folder / "lineage.jsonl", offsets[2])
     now = f"{number}:{at}:{events_at}:{lineage_at}"
     if not known:
         return News([], [], [], now, False)

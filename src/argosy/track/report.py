@@ -15,6 +15,7 @@ from argosy.track.layout import finite
 from argosy.track.log import RunLog, flat, read
 
 TABLE_POINTS = 12
+STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "damaged": "red"}
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the eight dots of a braille letter, rows by columns
 
 
@@ -88,7 +89,7 @@ def diff(a: str | Path, b: str | Path, home: Path | None = None) -> dict[str, An
 def _code(log: RunLog) -> dict[str, Any]:
     """The code of the newest attempt, else the one that the run was made with."""
     later = [r["fields"]["code"] for r in log.lineage if r["kind"] == "attempt" and isinstance(r["fields"].get("code"), dict)]
-    return later[-1] if later else log.run["code"]
+    return later[-1] if later else log.run.get("code", {})
 
 
 def _data(log: RunLog) -> dict[str, Any]:
@@ -113,14 +114,11 @@ def runs_table(found: list[dict[str, Any]]) -> RenderableType:
     for name in ("run", "recipe", "state", "update", "tokens", "loss", "bits/byte", "tokens/s", "age"):
         table.add_column(name, justify="left" if name in ("run", "recipe", "state") else "right")
     for body in found:
-        state = Text(
-            body["state"],
-            style={"running": "cyan", "done": "green", "stopped": "yellow", "damaged": "red"}.get(body["state"], ""),
-        )
+        state = Text(body["state"], style=STYLES.get(body["state"], ""))
         step = "" if body["step"] is None else f"{body['step']:,}" + (f"/{body['steps']:,}" if body["steps"] else "")
         rate = "" if body["tokens_per_second"] is None else f"{body['tokens_per_second']:,.0f}"
         table.add_row(
-            Text(body["name"], style="bold"), body["recipe"], state, step, compact(body["tokens"]), fixed(body["loss"]),
+            Text(body["name"], style="bold"), Text(str(body["recipe"] or "")), state, step, compact(body["tokens"]), fixed(body["loss"]),
             fixed(body["macro_bpb"]), rate, age(body["age_s"]),
         )  # fmt: skip
     return table

@@ -66,7 +66,7 @@ class Unknown(Exception):
 
 
 def application(home: Path, run: str = "") -> Starlette:
-    """The page and its endpoints over the runs of a home; `run` is shown first, else the newest."""
+    """The page and its endpoints over the runs of a home; `run` is shown first, else the newest that reads."""
 
     def folder_of(request: Request) -> Path:
         name, known = request.path_params["name"], names(home)
@@ -76,7 +76,7 @@ def application(home: Path, run: str = "") -> Starlette:
 
     def runs(request: Request) -> Response:
         found = index.summaries(home)
-        shown = run or (found[0]["name"] if found else "")
+        shown = run or next((body["name"] for body in sorted(found, key=lambda body: body["state"] == "damaged")), "")
         return answer({"runs": found, "default": shown, "version": argosy.__version__, "now": time.time()})
 
     def about(request: Request) -> Response:
@@ -98,6 +98,7 @@ def application(home: Path, run: str = "") -> Starlette:
     async def stream(request: Request) -> Response:
         folder = await run_in_threadpool(folder_of, request)
         after = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        await run_in_threadpool(follow, folder, after)  # a bad position is refused before the stream begins
         return StreamingResponse(pushed(folder, after), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     routes = [

@@ -30,12 +30,12 @@ from argosy.track.layout import (
     listing,
     open_lines,
     plain,
-    read_lines,
+    read_records,
     read_tail,
     signature,
     tail_path,
 )
-from argosy.track.log import RunLog, flat, read
+from argosy.track.log import RunLog, flat, read, run_json
 
 __all__ = ["RunLog", "Writer", "create", "open_writer", "read"]
 
@@ -55,14 +55,14 @@ def create(folder: Path, run: dict[str, Any], code: dict[str, Any], **about: Any
         about: further records: `corpus` (name, checksum, sources), `environment`, `plan`.
 
     Raises:
-        ValueError: when the folder holds a run with other values, naming them and the two ways out.
+        ValueError: when the folder holds a run with other values, naming them and the two ways out; when its run.json is damaged.
         OSError: when the disk refuses.
     """
     path = folder / "run.json"
     if path.is_file():
-        there, asked = flat(json.loads(path.read_bytes())["run"]), flat(json.loads(line(run)))
+        there, asked = flat(run_json(folder)["run"]), flat(json.loads(line(run)))
         changed = [f"{k} {there.get(k)} -> {asked.get(k)}" for k in sorted(there | asked) if there.get(k) != asked.get(k)]
-        if changed and any(r["kind"] == "attempt" for r in read_lines(folder / "lineage.jsonl")[0]):
+        if changed and any(r["kind"] == "attempt" for r in read_records(folder / "lineage.jsonl")[0]):
             raise ValueError(
                 f"run {folder.name!r} exists with other values: {'; '.join(changed)}; a run keeps its values for life;"
                 f" go on with the old ones, or start a new run with --as {folder.name}-2"
@@ -113,7 +113,7 @@ def _take_lock(folder: Path) -> int:
         os.pwrite(handle, line(signature()), 0)
     except BlockingIOError:
         owner = "another process"
-        with contextlib.suppress(ValueError, KeyError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             body = json.loads(os.pread(handle, 4096, 0))
             owner = f"process {body['pid']} on {body['host']}"
         os.close(handle)
@@ -136,7 +136,7 @@ def _settle(folder: Path) -> tuple[int, int]:
     for number, path in listing(folder).tails:
         _finish_tail(folder, number, path)
     chunks = [(last, columns.load(path)) for _, last, path in listing(folder).chunks]
-    lineage, _ = read_lines(folder / "lineage.jsonl")
+    lineage, _ = read_records(folder / "lineage.jsonl")
     newest = max([r["attempt"] for r in lineage] + [c.attempt for _, c in chunks], default=0)
     if newest and not any(r["kind"] == "ended" for r in lineage if r["attempt"] == newest):
         reached = [int(c.steps.max()) for _, c in chunks if c.attempt == newest]

@@ -4,7 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const BUCKETS = 700, FLUSH_MS = 2500, POLL_MS = 4000, QUIET = ["checkpoint", "baseline", "evaluation"];
-const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped", damaged: "Damaged" };
+const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped", failed: "Failed", damaged: "Damaged" };
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon"];
 const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null, lost: false };
 window.argosyErrors = [];
@@ -195,7 +195,7 @@ function way(summary, share) {
 function fresh() {
   if (!page.summary) return;
   if (page.lost) return ($("fresh").textContent = "the server of this page has ended; this is what it last knew");
-  const verb = { done: "finished", stopped: "stopped", planned: "planned", running: "updated" }[page.summary.state];
+  const verb = { done: "finished", stopped: "stopped", failed: "failed", planned: "planned", running: "updated" }[page.summary.state];
   $("fresh").textContent = `${verb} ${duration(Math.max(0, Date.now() / 1000 - page.skew - page.summary.updated))} ago`;
 }
 
