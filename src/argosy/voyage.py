@@ -56,11 +56,11 @@ def corpus(run: spec.Run, host: spec.Host) -> Any:
     """The run's corpus, whole and unchanged; the standard library's is built if it is missing.
 
     Raises:
-        ValueError: when it is missing and no recipe is known for it, or damaged, or too small for the run.
+        ValueError: when its name is none, when it is missing and no recipe is known for it, or damaged, or too small for the run.
     """
     from argosy.data import mixture, prepare, tokens
 
-    name, folder = run.data.corpus, host.home / "corpora" / run.data.corpus
+    name, folder = run.data.corpus, tokens.corpus_folder(host.home, run.data.corpus)
     if not folder.exists():
         if name != prepare.STDLIB:
             raise ValueError(f"corpus {name!r} is not in {folder.parent}; make it: argosy data build FILES... --name {name}")

@@ -4,8 +4,10 @@ import functools
 import gzip
 import http.server
 import json
+import re
 import shutil
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from argosy import spec
+from argosy import spec, voyage
 from argosy.data import prepare, tokens
 from argosy.data import tokenizer as tokenizers
 
@@ -234,6 +236,21 @@ def test_a_corpus_that_is_not_there(copy):
         tokens.open_store(copy.parent / "smal")
     with pytest.raises(ValueError, match="no source 'libary'; nearest: library"):
         tokens.open_store(copy).tokens("libary", "train")
+    (copy.parent / "half").mkdir()
+    (copy.parent / "file").write_text("")
+    for name in ("half", "file"):
+        with pytest.raises(ValueError, match=rf"{name} is not a corpus: it has no ledger.json; nearest: small$"):
+            tokens.open_store(copy.parent / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "legal"), [("", "mine"), ("../corpora/stdlib", "stdlib"), ("/etc", "etc"), (".my own", "my-own"), ("..", "mine")]
+)
+def test_a_run_reads_only_corpora_of_its_home(tmp_path, pocket, name, legal):
+    """Fails when `data.corpus` leads out of the home's corpora, or to all of them, or the legal name is not said."""
+    run = replace(pocket, data=replace(pocket.data, corpus=name))
+    with pytest.raises(ValueError, match=rf"corpus name {re.escape(repr(name))} must be .* nearest legal '{legal}'$"):
+        voyage.corpus(run, spec.Host(home=tmp_path, name="try"))
 
 
 def test_a_model_with_too_few_tokens(store, pocket):

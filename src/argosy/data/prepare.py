@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import time
 from collections import Counter
@@ -57,11 +56,9 @@ def build(
         ValueError: for bad inputs; for a corpus of that name made from other inputs, with the difference.
         OSError: when the disk refuses; what was there before is still there.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"corpus name {name!r}: letters, digits, '.', '_', '-', not beginning with a sign; e.g. 'mine'")
+    folder = tokens.corpus_folder(home, name)
     inputs = tuple(inputs) or ((STDLIB,) if name == STDLIB else ())
     files = documents.find(inputs)
-    folder = home / "corpora" / name
     _tidy(folder)
     made_from = _fingerprint(files, _read_json(folder / "inputs.json"), tokenizer, vocab, text_key)
     if folder.exists() and not force:

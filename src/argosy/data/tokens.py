@@ -18,6 +18,7 @@ with the splits `train` and `held_out`. A token count is that of the labels: eve
 import functools
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -216,6 +217,24 @@ class Store:
         return found if isinstance(found, ndarray) else found.read().result()
 
 
+def corpus_folder(home: Path, name: str) -> Path:
+    """Where the corpus of a name lies under a home.
+
+    Raises:
+        ValueError: for a name that could lead elsewhere, with the nearest legal one.
+
+    >>> corpus_folder(Path("voyages"), "../mine")
+    Traceback (most recent call last):
+    ValueError: corpus name '../mine' must be letters, digits, '.', '_', '-', not beginning with a sign; nearest legal 'mine'
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name.rstrip("/").rpartition("/")[2]).lstrip("._-") or "mine"
+        raise ValueError(
+            f"corpus name {name!r} must be letters, digits, '.', '_', '-', not beginning with a sign; nearest legal {legal!r}"
+        )
+    return home / "corpora" / name
+
+
 def open_store(folder: Path | str, verify: bool = False) -> Store:
     """The corpus in a folder or at an address (`s3://`, `gs://`, `http://`).
 
@@ -229,8 +248,8 @@ def open_store(folder: Path | str, verify: bool = False) -> Store:
     again = "build it again with --force" if "://" not in folder else "copy it again"
     try:
         body = read_bytes(folder, "ledger.json")
-    except FileNotFoundError:
-        there = [p.name for p in Path(folder).parent.glob("[!.]*/")] if "://" not in folder else []
+    except (FileNotFoundError, NotADirectoryError):
+        there = [p.parent.name for p in Path(folder).parent.glob("[!.]*/ledger.json")] if "://" not in folder else []
         hint = f"; nearest: {', '.join(spec.nearest(Path(folder).name, there))}" if there else ""
         raise ValueError(f"{folder} is not a corpus: it has no ledger.json{hint}") from None
     try:
