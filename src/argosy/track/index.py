@@ -38,9 +38,9 @@ def total_steps(log: RunLog) -> int | None:
 def summary(log: RunLog) -> dict[str, Any]:
     """What a run has come to, as plain JSON values; what is not known is None.
 
-    `state` is `planned` (nothing recorded), `running` (a live process writes it), or how its newest attempt ended: `done`,
-    `failed` or else `stopped`; in `summaries` also `damaged`, with `error`. `eta_s` is seconds to the end at the recent pace of wall time, evaluations and
-    checkpoints included.
+    `state` is `planned` (nothing recorded), `running` (a live process writes it), or how its newest attempt ended:
+    `done`, `failed` or else `stopped`; in `summaries` also `damaged`, with `error`. `eta_s` is seconds to the end at
+    the recent pace of wall time, evaluations and checkpoints included.
     """
     steps = total_steps(log)
     started = [r["attempt"] for r in log.lineage if r["kind"] == "attempt"]
