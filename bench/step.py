@@ -92,6 +92,16 @@ def best_s(call: Callable[[], Any], times: int = 8) -> float:
     return min(found)
 
 
+def keep_heap() -> bool:
+    """`argosy.heap.keep`, for both sides alike: read from its file, as the peer's Python has no argosy."""
+    file = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "src", "argosy", "heap.py")
+    found = importlib.util.spec_from_file_location("heap", file)
+    assert found and found.loader
+    heap = importlib.util.module_from_spec(found)
+    found.loader.exec_module(heap)
+    return heap.keep()
+
+
 def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -192,6 +202,7 @@ def work(side: str, what: str, threads: int, memory_gib: float) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to standard error
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)
+    keep_heap()
     made, step, sgemm = argosy(json.loads(what), threads) if side == "argosy" else peer(what, threads)
     first, *_ = [step(n) for n in range(WARM_UP)]
     done, loss = WARM_UP, first
@@ -357,7 +368,10 @@ def main() -> None:
         f"\nsgemm 2,048: JAX {sgemm / 1e9:,.0f} GFLOP/s"
         + (f", torch {ends[reference]['sgemm'] / 1e9:,.0f}" if reference else "")
     )
-    print(f"blocks of {args.steps} steps, {args.rounds} rounds; {'; '.join(dict.fromkeys(r['versions'] for r in rows))}")
+    kept = "freed memory stays in every process's heap (mallopt)" if keep_heap() else "the heap as the system sets it"
+    print(
+        f"blocks of {args.steps} steps, {args.rounds} rounds; {kept}; {'; '.join(dict.fromkeys(r['versions'] for r in rows))}"
+    )
     if args.json:
         with open(args.json, "w") as out:
             json.dump(rows, out, indent=1)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
+from argosy import heap, spec
 from argosy import mesh as meshes
-from argosy import spec
 from argosy.data import loader
 from argosy.model import exchange
 from argosy.plan import flops
@@ -51,6 +51,8 @@ def train(
         Diverged: when loss, gradient or parameters are not finite; the last checkpoint is from before.
         OSError: when the disk refuses a checkpoint or the log; the last checkpoint is intact.
     """
+    if run.compute.chip == "cpu":
+        heap.keep()
     ready(run)
     mesh = meshes.make(run)
     end = min(spec.steps(run), stop_after or spec.steps(run))

@@ -1,0 +1,34 @@
+"""Fails when freed memory goes back to the system although the heap was told to keep it."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import resource
+import numpy as np
+from argosy import heap
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.full(2**24, 1.0, np.float32)  # 64 MiB, 16,384 pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+assert heap.keep()
+faults()
+assert faults() < 1000
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_memory_freed_once_is_used_again_without_page_faults():
+    subprocess.run([sys.executable, "-c", CODE], check=True)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] == "glibc", reason="glibc has mallopt")
+def test_elsewhere_nothing_changes():
+    from argosy import heap
+
+    assert not heap.keep()
