@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from errno import ENOSPC
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -316,7 +317,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:
-        fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+        where = f": {error.filename}" if error.filename else ""
+        hint = (
+            "; what was saved before is intact, and the same command goes on once there is room"
+            if error.errno == ENOSPC
+            else ""
+        )
+        fail(f"{error.strerror or error}{where}{hint}", 1)
     except KeyboardInterrupt:
         fail("interrupted", 130)
 

@@ -280,7 +280,7 @@ _MOST = {
     "horizon_tokens": 10**18,
     "mixture_reference_tokens": 10**18,
 }
-_MOST_WHOLE, _MOST_REAL = 10**9, 1e12
+_MOST_WHOLE, _MOST_REAL = 10**9, 1e38
 
 
 def _positive(section: str, name: str, value: int | float) -> None:

@@ -12,6 +12,7 @@ so that one metric of a long run is a few slices of memory-mapped files, and a m
 some thousand blocks.
 """
 
+import errno
 import functools
 import json
 import os
@@ -258,10 +259,15 @@ def save(folder: Path, columns: Mapping[str, Column], attempt: int) -> None:
 
 
 def _write(path: Path, write: Any) -> None:
-    with path.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error  # numpy's word for a short write
 
 
 def sync_folder(folder: Path) -> None:
