@@ -19,10 +19,10 @@ test: $(dev_installed)
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/lint-imports
-	$(bin)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(bin)/python -m pytest -n 2 --durations 15 -m "not slow and not gpu"
 
 slow: $(dev_installed)
-	$(bin)/python -m pytest -n 2 -m "slow and not gpu"
+	$(bin)/python -m pytest -n 2 --durations 8 -m "slow and not gpu"
 
 $(run_installed): pyproject.toml $(pins)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Argosy needs Python 3.11 or newer, $(PYTHON) is $(or $(series),not there); name another: make voyage PYTHON=python3.12"; exit 1; }

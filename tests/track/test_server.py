@@ -177,8 +177,9 @@ def answers(host, port):
 def test_the_page_is_gone_when_its_parent_is(home, number):
     """Fails when Ctrl-C, SIGTERM or SIGKILL of a run leaves the page's process or its port behind."""
     script = (
-        "import pathlib, sys, time\n"
+        "import pathlib, signal, sys, time\n"
         "from argosy.track import server\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "with server.serve(pathlib.Path(sys.argv[1]), 'pocket', 0) as address:\n"
         "    print(address, flush=True); time.sleep(600)\n"
     )

@@ -27,7 +27,7 @@ def exact(t, w, n, final):
 
 def hero(run):
     sizes = ["model.width=6144", "data.batch_seqs=11264", "data.seq_len=4096"]
-    return spec.override(run, [*sizes, f"optim.horizon_tokens={791 * 22_762_487_808}"])
+    return spec.override(run, [*sizes, f"optim.horizon_tokens={791 * 22_762_487_808}", "optim.lr_scale=1"])
 
 
 @pytest.mark.parametrize(
