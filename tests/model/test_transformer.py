@@ -101,7 +101,13 @@ def test_every_position_sees_only_its_past():
     np.testing.assert_array_equal(before[:, :20], after[:, :20])
 
 
-@pytest.mark.parametrize("choice", ["routing.balance=quantile", *CHOICES])
+FAST = ("moe.latent=none", "routing.balance=aux_loss")  # the others compile for a minute together
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in ["routing.balance=quantile", *CHOICES]],
+)
 def test_every_named_choice_has_a_finite_loss_and_gradient(choice):
     run = small(choice)
     value, grads = evaluate(run, jax.value_and_grad(mean_loss), documents(run))
@@ -148,6 +154,7 @@ def test_bf16_learns_as_fp32_does():
     assert (full != half).any()  # they are two precisions
 
 
+@pytest.mark.slow
 def test_remat_changes_no_number():
     batch = documents(small())
     plain, again = (evaluate(small(f"compute.remat={r}"), jax.value_and_grad(mean_loss), batch) for r in ("none", "block"))
