@@ -94,7 +94,7 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
 
     at = checkpoint.latest_step(host.folder)
     evaluate = heldout.evaluator(run, opened)
-    with store.open_writer(host.folder, at, code=provenance.code()) as writer, progress_of(run, at) as progress:
+    with store.open_writer(host.folder, at, code=provenance.code()) as writer:
         began = logs.read(host.folder)
         if not any(e["kind"] == "baseline_whole" for e in began.events):
             limit = run.evals.tokens_per_set
@@ -102,18 +102,20 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
             writer.event("baseline_whole", at, **{s: opened.gzip_bits_per_byte(s) for s in opened.held_out_sources})
         if not any(r["kind"] == "corpus" for r in began.lineage):
             writer.lineage("corpus", at, name=run.data.corpus, checksum=opened.checksum, ledger=opened.ledger)
-        state = loop.train(
-            run,
-            host,
-            opened,
-            record=writer.record,
-            event=partial(happened, writer.event),
-            evaluate=evaluate,
-            progress=progress,
-            stop_after=stop_after,
-        )
+        with progress_of(run, at) as progress:
+            state = loop.train(
+                run,
+                host,
+                opened,
+                record=writer.record,
+                event=partial(happened, writer.event),
+                evaluate=evaluate,
+                progress=progress,
+                stop_after=stop_after,
+            )
         done = int(state.step)
         if done == spec.steps(run) and not any(m.startswith("eval_whole/") for m in logs.read(host.folder).metrics):
+            print("scoring all held-out text", file=sys.stderr, flush=True)
             writer.record(done, evaluate(state, whole=True))
         writer.close("done" if done == spec.steps(run) else "stopped")
 
