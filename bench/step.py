@@ -23,6 +23,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -335,7 +336,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps in a block")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--memory-gib", type=float, default=16.0, help="limit of each process's memory")
-    parser.add_argument("--scratch", default="/tmp", help="folder for the processes' messages")
+    parser.add_argument("--scratch", default=tempfile.gettempdir(), help="folder for the processes' messages")
     parser.add_argument("--json", default="", help="write the rows to this file, too")
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "WHAT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
