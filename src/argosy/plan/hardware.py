@@ -150,7 +150,7 @@ CHIPS: dict[str, Chip] = {
             host_bytes=0.0,
             host_bytes_per_s=0.0,
             watts=None,
-            source="measured on two x86-64 server cores (docs/log.md); one chip = two cores",
+            source="nominal for two x86-64 server cores, on the low side of the sgemm in docs/log.md; one chip = two cores",
         ),
     )
 }

@@ -76,7 +76,7 @@ def run() -> Run:
             radius="joint",
             scaling="marin_2026_08",
             horizon_tokens=2_097_152,  # 3 tokens per active parameter: what two cores do in minutes, not what is best
-            lr_scale=2.0,  # the rule is 1/265 outside its range here; 0.5, 1 and 2 were tried (docs/log.md)
+            lr_scale=2.0,  # the rule is 1/265 outside its range here; 0.5 to 3 were tried at a quarter of the horizon (docs/log.md)
             warmup_frac=0.01,
             final_frac=0.05,
             decay="none",
