@@ -267,6 +267,16 @@ def phase_stops(run: Run, smallest_weights: Sequence[float] | None = None) -> li
 # ---- checks: what was asked, the numbers, the rule, the nearest legal value ----------------------
 
 
+def nearest_divisors(value: int, asked: int) -> str:
+    """The one or two divisors of `value` that are nearest to what was asked.
+
+    >>> nearest_divisors(6, 4)
+    '3, 6'
+    """
+    legal = sorted((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - asked))
+    return ", ".join(map(str, legal[:2]))
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     low = value // unit * unit
     return f"{low + unit}" if low <= 0 else f"{low} or {low + unit}"
@@ -322,6 +332,15 @@ def check(run: Run) -> None:
     Raises:
         ValueError: naming the field, the numbers, the rule and the nearest legal values.
     """
+    _check_values(run)
+    _check_model(run)
+    _check_routing(run)
+    _check_division(run)
+    _check_phases(run.data.phases)
+
+
+def _check_values(run: Run) -> None:
+    """Every value on its own: a known choice, a finite number in its range."""
     for section in dataclasses.fields(run):
         part = getattr(run, section.name)
         if not dataclasses.is_dataclass(part):
@@ -329,24 +348,27 @@ def check(run: Run) -> None:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             _choice(field.type, value, f"{section.name}.{field.name}")
-            if isinstance(value, int | float) and field.name not in _MAY_BE_ZERO:
+            if not isinstance(value, int | float):
+                continue
+            if field.name not in _MAY_BE_ZERO:
                 _positive(section.name, field.name, value)
-            if isinstance(value, int | float) and field.name in _MAY_BE_ZERO and not (math.isfinite(value) and value >= 0):
+            elif not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{section.name}.{field.name}={value!r} must be finite and at least 0; nearest legal 0")
-            if isinstance(value, int | float):
-                _bounded(section.name, field.name, value)
+            _bounded(section.name, field.name, value)
             if field.name.endswith("_frac"):
                 _fraction(section.name, field.name, value)
     if not 0 <= run.seed < 2**32:
         raise ValueError(f"seed={run.seed} must be 0 to {2**32 - 1:,}; nearest legal {min(max(run.seed, 0), 2**32 - 1):,}")
-    m, moe, d, mesh = run.model, run.moe, run.data, run.mesh
+
+
+def _check_model(run: Run) -> None:
+    m, moe = run.model, run.moe
     for name in ("kv_heads_local", "kv_heads_global"):
         kv = getattr(m, name)
         if m.heads % kv:
-            legal = [n for n in range(1, m.heads + 1) if m.heads % n == 0]
             raise ValueError(
                 f"model.{name}={kv} does not divide model.heads={m.heads}; each key/value head serves a whole"
-                f" group of query heads; nearest legal {', '.join(map(str, sorted(legal, key=lambda n: abs(n - kv))[:2]))}"
+                f" group of query heads; nearest legal {nearest_divisors(m.heads, kv)}"
             )
     if m.kv_heads_global > m.kv_heads_local:
         raise ValueError(
@@ -362,6 +384,35 @@ def check(run: Run) -> None:
         raise ValueError(
             f"moe.experts_per_token={moe.experts_per_token} exceeds moe.experts={moe.experts}; nearest legal {moe.experts}"
         )
+    if run.optim.decay != "none" and run.optim.rule != "hyperball":
+        raise ValueError(
+            f"optim.decay={run.optim.decay} belongs to optim.rule=hyperball, asked {run.optim.rule}, which has"
+            " optim.weight_decay; nearest legal optim.decay=none"
+        )
+
+
+def _check_routing(run: Run) -> None:
+    moe, mesh, routing = run.moe, run.mesh, run.routing
+    if moe.experts % mesh.expert:
+        raise ValueError(
+            f"moe.experts={moe.experts} does not divide over mesh.expert={mesh.expert} ranks; nearest moe.experts"
+            f" {nearest_multiples(moe.experts, mesh.expert)}, nearest mesh.expert {nearest_divisors(moe.experts, mesh.expert)}"
+        )
+    if mesh.expert > 1 and routing.exchange == "local":
+        raise ValueError(
+            f"routing.exchange=local needs mesh.expert=1, asked {mesh.expert}; nearest: mesh.expert=1 or routing.exchange=pooled_wave"
+        )
+    here = moe.experts // mesh.expert
+    if routing.exchange in ("pooled_wave", "ragged") and here % routing.waves:
+        raise ValueError(
+            f"routing.waves={routing.waves} does not divide the {here} experts of a rank; nearest"
+            f" {nearest_divisors(here, routing.waves)}"
+        )
+
+
+def _check_division(run: Run) -> None:
+    """What is divided over the mesh divides."""
+    m, d, mesh = run.model, run.data, run.mesh
     shards = mesh.replica * mesh.data * mesh.expert
     if d.batch_seqs % (shards * run.compute.accumulate):
         raise ValueError(
@@ -379,22 +430,6 @@ def check(run: Run) -> None:
             f"data.seq_len={d.seq_len} does not divide over context {mesh.context}; nearest"
             f" {nearest_multiples(d.seq_len, mesh.context)}"
         )
-    if moe.experts % mesh.expert:
-        raise ValueError(
-            f"moe.experts={moe.experts} does not divide over expert {mesh.expert} ranks; nearest"
-            f" {nearest_multiples(moe.experts, mesh.expert)}"
-        )
-    if mesh.expert > 1 and run.routing.exchange == "local":
-        raise ValueError(
-            f"routing.exchange=local needs mesh.expert=1, asked {mesh.expert}; nearest: mesh.expert=1 or routing.exchange=pooled_wave"
-        )
-    if run.routing.exchange == "pooled_wave" and (moe.experts // mesh.expert) % run.routing.waves:
-        local = moe.experts // mesh.expert
-        legal = [w for w in range(1, local + 1) if local % w == 0]
-        raise ValueError(
-            f"routing.waves={run.routing.waves} does not divide the {local} experts of a rank; nearest"
-            f" {', '.join(map(str, sorted(legal, key=lambda w: abs(w - run.routing.waves))[:2]))}"
-        )
     fsdp = mesh.data * mesh.expert
     for label, size in (("model.width", m.width), ("model.vocab", m.vocab)):
         if size % fsdp:
@@ -402,25 +437,20 @@ def check(run: Run) -> None:
                 f"{label}={size:,} does not divide over data {mesh.data} x expert {mesh.expert} = {fsdp} devices; nearest"
                 f" {nearest_multiples(size, fsdp)}"
             )
-    if run.optim.decay != "none" and run.optim.rule != "hyperball":
-        raise ValueError(
-            f"optim.decay={run.optim.decay} belongs to optim.rule=hyperball, asked {run.optim.rule}, which has"
-            " optim.weight_decay; nearest legal optim.decay=none"
-        )
-    if not d.phases or d.phases[-1].until_frac != 1.0:
+
+
+def _check_phases(phases: Sequence[Phase]) -> None:
+    if not phases or phases[-1].until_frac != 1.0:
         raise ValueError("data.phases must end at until_frac=1.0: the last phase lasts to the end of the run")
     previous = 0.0
-    for phase in d.phases:
+    for phase in phases:
         if not previous < phase.until_frac <= 1.0:
             raise ValueError(
                 f"data.phases: {phase.name!r} ends at {phase.until_frac}, the one before it at {previous}; ends must rise to 1.0"
             )
         previous = phase.until_frac
-        if (
-            not phase.weights
-            or any(not (math.isfinite(w) and w >= 0) for _, w in phase.weights)
-            or sum(w for _, w in phase.weights) <= 0
-        ):
+        weights = [w for _, w in phase.weights]
+        if not weights or not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
             raise ValueError(
                 f"data.phases: {phase.name!r} needs weights of at least 0 with a sum above 0, got {phase.weights!r}"
             )
