@@ -46,7 +46,8 @@ def rms(x: Float[Array, "... D"], gain: Float[Array, "D"] | None, eps: float) ->
     wide = x.astype(jnp.float32)
     y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
     if gain is not None:
-        y = y * jax.lax.broadcast_in_dim(gain.astype(jnp.float32), y.shape, (y.ndim - 1,))
+        # Leading ones, not `broadcast_in_dim` without a sharding: its transpose gathers the whole batch on every device.
+        y = y * gain.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + gain.shape)
     return y.astype(x.dtype)
 
 
