@@ -1,4 +1,4 @@
-"""Fails when a command that needs no JAX loads it, or a line of one step's path grows out of sight."""
+"""Fails when a command that needs no JAX loads it."""
 
 import subprocess
 import sys

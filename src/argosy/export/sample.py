@@ -30,7 +30,7 @@ def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: fl
     run = spec.from_json(log.run["run"])
     if not checkpoint.latest_step(log.folder):
         raise ValueError(f"run {log.name!r} has no checkpoint yet; training it makes one")
-    corpus = tokens_store.open_store(home / "corpora" / run.data.corpus)
+    corpus = tokens_store.open_store(tokens_store.corpus_folder(home, run.data.corpus))
     mesh = meshes.make(run)
     with jax.set_mesh(mesh), checkpoint.opened(log.folder, keep=None) as saved:
         state, _ = checkpoint.restore(saved, steps.abstract(run, mesh), set_aside=False)

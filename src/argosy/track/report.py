@@ -93,9 +93,9 @@ def _code(log: RunLog) -> dict[str, Any]:
 
 
 def _data(log: RunLog) -> dict[str, Any]:
-    """The corpus and its ledger, from run.json or from the lineage record `corpus`."""
+    """The corpus and its ledger, from the lineage."""
     noted = [r["fields"] for r in log.lineage if r["kind"] == "corpus"]
-    return {**(log.run.get("corpus") or {}), **(noted[-1] if noted else {})}
+    return noted[-1] if noted else {}
 
 
 def number(values: Any) -> list[float | None]:

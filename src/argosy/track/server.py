@@ -181,7 +181,7 @@ def describe(log: RunLog) -> dict[str, Any]:
     known = {name: metrics.describe(name) for name in sorted(log.metrics, key=metrics.rank)}
     return {
         "summary": index.summary(log),
-        **{key: log.run.get(key) for key in ("run", "plan", "code", "environment", "corpus", "created")},
+        **{key: log.run.get(key) for key in ("run", "plan", "code", "environment", "created")},
         "events": log.events,
         "lineage": log.lineage,
         "attempts": [a._asdict() for a in log.attempts],

@@ -52,7 +52,7 @@ def create(folder: Path, run: dict[str, Any], code: dict[str, Any], **about: Any
         folder: `<home>/runs/<name>`.
         run: the resolved run, `spec.to_json(run)`.
         code: the code version, `provenance.code()`.
-        about: further records: `corpus` (name, checksum, sources), `environment`, `plan`.
+        about: further records, `environment` and `plan`. The corpus is a lineage record: it may not be there yet.
 
     Raises:
         ValueError: when the folder holds a run with other values, naming them and the two ways out; when its run.json is damaged.
