@@ -71,15 +71,15 @@ def leaves(run: spec.Run) -> Experts:
     return Experts(routed, None if moe.latent == "none" else latent, shared if j else None)
 
 
-def swiglu(p: Routed, rows: Float[Array, "E C Z"], scale: Float[Array, "E C"]) -> Float[Array, "E C Z"]:
+def swiglu(p: Routed, rows: Float[Array, "E C Z"], scale: Float[Array, "E C"] | None = None) -> Float[Array, "E C Z"]:
     """(scale * silu(rows gate) * (rows up)) down for each expert's rows, in the dtype of `rows`.
 
-    `scale` carries the combine weights: on the narrow hidden rows they need no further pass over the wide ones.
+    `scale`, 1 if None, carries the combine weights: on the narrow hidden rows they need no further pass over the wide ones.
     The nonlinearity is in float32. Under `keep_hidden` only the two products before it are kept for the backward pass.
     """
     g = checkpoint_name(jnp.einsum("ecz,ezf->ecf", rows, p.gate), "expert_gate")
     u = checkpoint_name(jnp.einsum("ecz,ezf->ecf", rows, p.up), "expert_up")
-    return jnp.einsum("ecf,efz->ecz", _hidden(g, u, scale.astype(jnp.float32)[:, :, None]), p.down)
+    return jnp.einsum("ecf,efz->ecz", _hidden(g, u, None if scale is None else scale[:, :, None].astype(jnp.float32)), p.down)
 
 
 keep_hidden = jax.checkpoint_policies.save_only_these_names("expert_gate", "expert_up")
