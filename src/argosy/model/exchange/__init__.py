@@ -11,12 +11,16 @@ from jaxtyping import Array, Bool, Float
 
 from argosy import mesh, spec
 from argosy.model import experts, router
-from argosy.model.exchange import dense, local
+from argosy.model.exchange import dense, local, pooled_wave
 from argosy.model.exchange.layout import Ledger
 
 __all__ = ["Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
 
-_TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {"dense": dense.dense, "local": local.local}
+_TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {
+    "dense": dense.dense,
+    "local": local.local,
+    "pooled_wave": pooled_wave.pooled_wave,
+}
 
 
 class Moe(NamedTuple):
@@ -49,7 +53,7 @@ def transport(name: str) -> Callable[..., tuple[jax.Array, Ledger]]:
     if name not in _TRANSPORTS:
         raise ValueError(
             f"routing.exchange={name!r} is not built yet: this version has {', '.join(_TRANSPORTS)};"
-            f" nearest legal: --set routing.exchange=local with mesh.expert=1"
+            f" nearest legal: --set routing.exchange=pooled_wave"
         )
     return _TRANSPORTS[name]
 

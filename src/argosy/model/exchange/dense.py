@@ -22,7 +22,7 @@ def dense(
 
     `p` holds all experts, whole. `routing` and `capacity` change nothing here.
     """
-    wide = x.astype(jnp.float32)
+    wide = jnp.where(valid[:, None], x.astype(jnp.float32), 0.0)
     gate, up, down = (w.astype(jnp.float32) for w in p)
     chosen = jax.nn.one_hot(experts, gate.shape[0], dtype=jnp.float32)  # T K E
     share = jnp.where(valid[:, None], jnp.einsum("tke,tk->te", chosen, weights.astype(jnp.float32)), 0.0)

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
+DISPATCHED = "dispatched"  # the rows that arrived, by this name kept under compute.remat=block_keep_dispatch
 _RANK_BLOCK = 128  # tokens ranked by one triangular product
 
 
@@ -49,15 +50,16 @@ def capacity_rows(assignments: int, experts: int, factor: float) -> int:
     return min(assignments, max(1, math.ceil(factor * assignments / experts)))
 
 
-def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Ranks:
+def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"] | Bool[Array, "T K"], count: int) -> Ranks:
     """Rank of every assignment within its expert, and the load of each of `count` experts.
 
+    `valid` is of tokens or of assignments; where it is false, rank and expert mean nothing.
     Ranks within a block of tokens come from one product with a triangle of ones (small whole numbers, exact in float32
     and with bfloat16 operands), which is much faster than sorting or a running sum over all tokens.
     """
     tokens = experts.shape[0]
-    ids = jnp.arange(count, dtype=experts.dtype)
-    hit = (experts[:, :, None] == ids[None, None, :]) & valid[:, None, None]
+    ids, counts = jnp.arange(count, dtype=experts.dtype), valid if valid.ndim == 2 else valid[:, None]
+    hit = (experts[:, :, None] == ids[None, None, :]) & counts[:, :, None]
     taken = jnp.sum(hit, 1, dtype=jnp.int32).astype(jnp.float32)
     blocks = jnp.pad(taken, ((0, -tokens % _RANK_BLOCK), (0, 0))).reshape(-1, _RANK_BLOCK, count)
     within = jnp.einsum("ts,nse->nte", jnp.tril(jnp.ones((_RANK_BLOCK, _RANK_BLOCK), jnp.float32), -1), blocks)
@@ -65,7 +67,8 @@ def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"], count: int) -> Ra
     before = jnp.cumsum(total, 0) - total
     ahead = (within.astype(jnp.int32) + before[:, None, :]).reshape(-1, count)[:tokens]
     rank = jnp.take_along_axis(ahead, experts, axis=1)
-    twice = jnp.tril(experts[:, :, None] == experts[:, None, :], -1)  # the same expert earlier in the same token
+    same = (experts[:, :, None] == experts[:, None, :]) & counts[:, None, :]
+    twice = jnp.tril(same, -1)  # the same expert earlier in the same token
     return Ranks(rank + jnp.sum(twice, 2, dtype=jnp.int32), jnp.sum(total, 0))
 
 
@@ -93,7 +96,7 @@ def ledger(valid: Bool[Array, "T"], k: int, sender_dropped: Int[Array, ""], rece
 # ---- moving rows: each is the other's transpose, both are gathers -------------------------------
 
 
-def take(x: Float[Array, "N ..."], index: Int[Array, "..."]) -> Float[Array, "..."]:
+def take(x: Num[Array, "N ..."], index: Int[Array, "..."]) -> Num[Array, "..."]:
     """x[index], zeros where the index is past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
 

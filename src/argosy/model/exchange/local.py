@@ -32,15 +32,31 @@ def local(
     """
     tokens, k = experts.shape
     count = p.gate.shape[0]
-    rank, load = layout.ranks(experts, valid, count)
     rows = layout.capacity_rows(tokens * k, count, routing.receiver_capacity)
-    at = layout.slots(experts, rank, valid[:, None] & (rank < rows), count, rows)
-    y = _bounded(p, x, weights, at)
-    over = jnp.maximum(load - rows, 0)
     if capacity == "dropless":
-        y = y + _overflow(p, x, weights, _blocks(experts, rank - rows, valid, over))
-        over = jnp.zeros_like(over)
-    return y, layout.ledger(valid, k, jnp.int32(0), jnp.sum(over))
+        y = exact(p, x, experts, weights, jnp.broadcast_to(valid[:, None], experts.shape), rows)
+        return y, layout.ledger(valid, k, jnp.int32(0), jnp.int32(0))
+    rank, load = layout.ranks(experts, valid, count)
+    at = layout.slots(experts, rank, valid[:, None] & (rank < rows), count, rows)
+    return _bounded(p, x, weights, at), layout.ledger(valid, k, jnp.int32(0), jnp.sum(jnp.maximum(load - rows, 0)))
+
+
+def exact(
+    p: Routed,
+    x: Float[Array, "T Z"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    counts: Bool[Array, "T K"],
+    rows: int,
+) -> Float[Array, "T Z"]:
+    """The dropless sum over the assignments that `counts` marks, `rows` of each expert in one product, the others in blocks.
+
+    Every expert's number must be one of `p`, also where it does not count.
+    """
+    count = p.gate.shape[0]
+    rank, load = layout.ranks(experts, counts, count)
+    y = _bounded(p, x, weights, layout.slots(experts, rank, counts & (rank < rows), count, rows))
+    return y + _overflow(p, x, weights, _blocks(experts, rank - rows, counts, jnp.maximum(load - rows, 0)))
 
 
 @partial(jax.checkpoint, prevent_cse=False, policy=keep_hidden)
@@ -57,7 +73,7 @@ class _Blocks(NamedTuple):
     used: Int[Array, ""]  # blocks that hold rows
 
 
-def _blocks(experts: jax.Array, rank: jax.Array, valid: jax.Array, over: jax.Array) -> _Blocks:
+def _blocks(experts: jax.Array, rank: jax.Array, counts: jax.Array, over: jax.Array) -> _Blocks:
     """Blocks for the assignments with `rank` >= 0, the ranks counted from the capacity on; `over` of each expert."""
     tokens, k = experts.shape
     count = over.shape[0]
@@ -66,7 +82,7 @@ def _blocks(experts: jax.Array, rank: jax.Array, valid: jax.Array, over: jax.Arr
     ends = jnp.cumsum((over + rows - 1) // rows)
     first = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1]])
     place = first[experts] * rows + rank
-    row = jnp.where(valid[:, None] & (rank >= 0), place, most * rows)
+    row = jnp.where(counts & (rank >= 0), place, most * rows)
     of = jnp.minimum(jnp.searchsorted(ends, jnp.arange(most, dtype=ends.dtype), side="right"), count - 1)
     return _Blocks(layout.invert(row, most, rows), of.astype(jnp.int32), ends[-1])
 

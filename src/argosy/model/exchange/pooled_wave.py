@@ -1,0 +1,150 @@
+"""Experts on other devices, through static pools: one per (sender, destination, wave), shared by the destination's experts."""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy import spec
+from argosy.model.exchange import gathered, layout
+from argosy.model.experts import Routed, keep_hidden, swiglu
+
+
+class Sizes(NamedTuple):
+    """Static sizes of one layer's exchange (expert_parallel A1)."""
+
+    pool: int  # P: rows of a (sender, destination, wave)
+    headers: int  # M: full-width rows that hold the pool's expert numbers
+    rows: int  # R: rows of a (local expert, wave), from all senders together
+
+
+def sizes(assignments: int, ranks: int, experts: int, width: int, routing: spec.Routing) -> Sizes:
+    """Sizes for `assignments` = T K of each of `ranks` devices with `experts` experts each, rows `width` values wide.
+
+    >>> from argosy.runs import marin_535b
+    >>> sizes(524_288, 64, 6, 3072, marin_535b.run().routing)
+    Sizes(pool=3141, headers=2, rows=33497)
+    """
+    pool = max(1, math.ceil(routing.sender_capacity * assignments / (ranks * routing.waves)))
+    rows = max(1, math.ceil(routing.receiver_capacity * assignments / (experts * routing.waves)))
+    return Sizes(pool, math.ceil(pool / width), rows)
+
+
+def pooled_wave(
+    p: Routed,
+    x: Float[Array, "T Z"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    valid: Bool[Array, "T"],
+    routing: spec.Routing,
+    capacity: str,
+) -> tuple[Float[Array, "T Z"], layout.Ledger]:
+    """The weighted sum of each token's experts, in the dtype of `x`; `p` holds this rank's experts.
+
+    Assignments to a rank share its pool, filled in flat token-major order; rank modulo waves is the wave. At the receiver
+    an expert's rows fill slot by slot over all senders, so that equal senders lose alike. Where an assignment is refused
+    it adds nothing, and the weights of the others stay. Limits follow the valid assignments: padding lends no room.
+    Two all-to-alls per wave; expert numbers travel in front of the rows. `dropless` goes through `gathered`.
+    Source: expert_parallel A1.
+    """
+    if capacity == "dropless":
+        return gathered.gathered(p, x, experts, weights, valid, routing, capacity)
+    k, waves, local = experts.shape[1], routing.waves, p.gate.shape[0]
+    ranks = jax.lax.axis_size("expert")
+    size = sizes(experts.size, ranks, local, x.shape[1], routing)
+    assert local <= 256, "expert numbers travel as bfloat16, which holds whole numbers up to 256"
+    good = jnp.sum(valid, dtype=jnp.int32) * k
+    pool = _limit(good, routing.sender_capacity / (ranks * waves), size.pool)
+    rows = _limit(jax.lax.psum(good, "expert"), routing.receiver_capacity / (local * ranks * waves), size.rows)
+
+    experts = jnp.where(valid[:, None], experts, 0)
+    to = experts // local
+    rank = layout.ranks(to, valid, ranks).rank
+    wave, slot = rank % waves, rank // waves
+    keep = valid[:, None] & (slot < pool)
+    each = waves * ranks * size.pool  # rows of all waves
+    address = jnp.where(keep, (wave * ranks + to) * size.pool + slot, each)
+    source = layout.invert(address, waves * ranks, size.pool).source
+    codes = layout.take((experts % local + 1).reshape(-1), source)  # 0 in an empty slot
+
+    y, refused = jnp.zeros(x.shape, jnp.float32), jnp.zeros((ranks,), jnp.int32)
+    for w in range(waves):
+        part = slice(w * ranks, (w + 1) * ranks)
+        mine = address - w * ranks * size.pool
+        here = layout.Slots(jnp.where((mine >= 0) & (mine < ranks * size.pool), mine, ranks * size.pool), source[part])
+        received = _swap(jnp.concatenate([_headers(codes[part], size, x), layout.dispatch(x, here)], 1))
+        received = checkpoint_name(received, layout.DISPATCHED)
+        at, lost = _arrange(received[:, : size.headers], size, local, rows)
+        out = _compute(p, received[:, size.headers :].reshape(-1, x.shape[1]), at)
+        y = y + combine(_swap(out.reshape(ranks, size.pool, -1)), weights, here)
+        refused = refused + lost
+    dropped = jax.lax.psum_scatter(refused, "expert")  # each sender hears how many of its rows found no room
+    return y.astype(x.dtype), layout.ledger(valid, k, good - jnp.sum(keep, dtype=jnp.int32), dropped)
+
+
+def _limit(valid: jax.Array, share: float, most: int) -> jax.Array:
+    """Rows that `valid` assignments may take: their share, rounded up in float32, at least 1 and at most the buffer's."""
+    return jnp.clip(jnp.ceil(valid.astype(jnp.float32) * share).astype(jnp.int32), 1, most)
+
+
+def _headers(codes: Int[Array, "X P"], size: Sizes, x: jax.Array) -> Float[Array, "X M Z"]:
+    width = x.shape[1]
+    spare = size.headers * width - size.pool
+    return jnp.pad(codes, ((0, 0), (0, spare))).reshape(-1, size.headers, width).astype(x.dtype)
+
+
+def _swap(rows: Float[Array, "X P Z"]) -> Float[Array, "X P Z"]:
+    """Block i of rank j becomes block j of rank i."""
+    return jax.lax.all_to_all(rows, "expert", 0, 0, tiled=True)
+
+
+def _arrange(headers: jax.Array, size: Sizes, local: int, rows: jax.Array) -> tuple[layout.Slots, jax.Array]:
+    """Rows [local, R] for what arrived, given as one assignment per arrived slot, and the refused of each sender.
+
+    An expert's rows fill with slot 0 of every sender, then slot 1, and so on.
+    """
+    ranks = headers.shape[0]
+    of = headers.reshape(ranks, -1)[:, : size.pool].astype(jnp.int32) - 1  # X P
+    across = of.T.reshape(-1, 1)
+    rank = layout.ranks(jnp.maximum(across, 0), across[:, 0] >= 0, local).rank.reshape(-1, ranks).T
+    there = of >= 0
+    keep = there & (rank < rows)
+    row = jnp.where(keep, of * size.rows + rank, local * size.rows)
+    return layout.invert(row.reshape(-1, 1), local, size.rows), jnp.sum(there & ~keep, 1, dtype=jnp.int32)
+
+
+@partial(jax.checkpoint, prevent_cse=False, policy=keep_hidden)
+def _compute(p: Routed, arrived: Float[Array, "N Z"], at: layout.Slots) -> Float[Array, "N Z"]:
+    return layout.collect(swiglu(p, layout.dispatch(arrived, at)), at)
+
+
+@jax.custom_vjp
+def combine(rows: Float[Array, "X P Z"], weights: Float[Array, "T K"], at: layout.Slots) -> Float[Array, "T Z"]:
+    """The weighted sum of each token's rows, in float32; refused assignments add nothing."""
+    total = jnp.zeros((weights.shape[0], rows.shape[-1]), jnp.float32)
+    for k in range(weights.shape[1]):
+        one, there = _row(rows, at, k)
+        total = total + jnp.where(there, one * weights[:, k, None], 0.0)
+    return total
+
+
+def _row(rows: jax.Array, at: layout.Slots, k: int) -> tuple[jax.Array, jax.Array]:
+    """Each token's k-th row in float32, and whether it has one."""
+    flat, row = rows.reshape(-1, rows.shape[-1]), at.row[:, k]
+    return flat.at[row].get(mode="clip").astype(jnp.float32), (row < flat.shape[0])[:, None]
+
+
+def _combine_backward(saved: Any, g: jax.Array) -> Any:
+    rows, weights, at = saved
+    wide = layout.take(g.astype(rows.dtype), at.source // weights.shape[1]).astype(jnp.float32)
+    d_rows = wide * layout.scale(weights, at)[:, :, None]
+    picked = [_row(rows, at, k) for k in range(weights.shape[1])]
+    d_weights = [jnp.sum(jnp.where(there, one * g, 0.0), 1) for one, there in picked]
+    return d_rows.astype(rows.dtype), jnp.stack(d_weights, 1), None
+
+
+combine.defvjp(lambda rows, weights, at: (combine(rows, weights, at), (rows, weights, at)), _combine_backward)
