@@ -155,10 +155,21 @@ def test_statistics_at_balance(pocket):
     np.testing.assert_allclose(stats.max_load, 1, rtol=1e-6)
 
 
+def test_cells_count_every_expert_of_every_shard_once(pocket):
+    """Fails when a bin of the histogram of loads, an edge of it, or an empty shard is counted otherwise than defined."""
+    rng = np.random.default_rng(0)
+    for load in (rng.integers(0, 200, 64), rng.poisson(3, 64), np.full(64, 7), np.eye(64, dtype=int)[3] * 50):
+        expected = np.histogram(load / load.mean(), (0, *(2 ** (np.arange(-7, 8) / 4)), np.inf))[0]
+        found = router.cells(jnp.asarray(load, jnp.int32))
+        assert found.dtype == jnp.int32
+        np.testing.assert_array_equal(found, expected)
+    assert not np.asarray(router.cells(jnp.zeros(64, jnp.int32))).any()
+
+
 def test_no_gradient_flows_through_statistics_or_the_next_bias(pocket):
     def loss(s):
         _, stats, following = step(s, jnp.zeros(8), jnp.ones(30, bool), 2, pocket.routing)
-        return sum(jnp.sum(v * v) for v in (*stats[1:], following))
+        return sum(jnp.sum(v * v) for v in (*stats[1:-1], following))
 
     assert not np.asarray(jax.grad(loss)(f32(normal(0, 30, 8)))).any()
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy import spec
 from argosy.leaf import Leaf
+from argosy.plan import drops
 
 
 class Routing(NamedTuple):
@@ -32,6 +33,7 @@ class Stats(NamedTuple):
     margin_max: Float[Array, ""]
     bias_min: Float[Array, ""]  # of the bias that was used
     bias_max: Float[Array, ""]
+    cells: Int[Array, "16"]  # (shard, expert) pairs by relative load, between `drops.EDGES`; as many as there are, int32
 
 
 def leaf(run: spec.Run) -> Leaf:
@@ -100,10 +102,14 @@ def statistics(
     bias: Float[Array, "E"],
     axes: tuple[str, ...] = (),
 ) -> Stats:
-    """Statistics over the valid tokens of all shards along the mesh axes `axes` (reference_run 7.1). No gradient."""
+    """Statistics over the valid tokens of all shards along the mesh axes `axes` (reference_run 7.1). No gradient.
+
+    All but `cells` are the same however the batch lies on the mesh.
+    """
     s = jax.lax.stop_gradient(s)
     k, count = routing.experts.shape[1], s.shape[1]
-    load = jax.lax.psum(_load(routing.experts, valid, count), axes)
+    mine = _load(routing.experts, valid, count)
+    load = jax.lax.psum(mine, axes)
     share = load.astype(jnp.float32) / jnp.maximum(jnp.sum(load), 1).astype(jnp.float32)
     tokens = jnp.maximum(jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes), 1).astype(jnp.float32)
     z = jnp.sum(jnp.where(valid, jnp.square(jax.nn.logsumexp(s, 1)), 0.0))
@@ -118,7 +124,21 @@ def statistics(
         margin_max=highest,
         bias_min=jnp.min(bias),
         bias_max=jnp.max(bias),
+        cells=jax.lax.psum(cells(mine), axes),
     )
+
+
+def cells(load: Int[Array, "E"]) -> Int[Array, "16"]:
+    """How many of one shard's experts have a load, over the shard's mean, between each two of `drops.EDGES`; int32.
+
+    A shard without a valid token counts nowhere.
+    """
+    mean = jnp.sum(load).astype(jnp.float32) / load.shape[0]
+    above = load.astype(jnp.float32)[:, None] >= jnp.asarray(drops.EDGES, jnp.float32)[None, :] * mean
+    at_least = jnp.sum(above, 0, dtype=jnp.int32)
+    every = jnp.full((1,), load.shape[0], jnp.int32)
+    counts = jnp.concatenate([every, at_least]) - jnp.concatenate([at_least, jnp.zeros(1, jnp.int32)])
+    return jnp.where(mean > 0, counts, 0)
 
 
 def margin_range(

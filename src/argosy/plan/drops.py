@@ -249,17 +249,14 @@ def plan(run: spec.Run, alpha: float = ALPHA) -> dict | None:
     if not bounded(run):
         return None
     asked = transports(run)
-    rows = []
+    rows, flagged = [], []
     for seq_len in seq_lens(run):
         at = shape(run, seq_len)
         found = _simulated(at, float(alpha), tuple((kind, bounds) for _, kind, bounds in asked))
-        rows.append(
-            {
-                "seq_len": seq_len,
-                "documents_per_shard": at.documents,
-                "transports": {name: drops._asdict() for (name, *_), drops in zip(asked, found, strict=True)},
-            }
-        )
+        by_name = {name: drops for (name, *_), drops in zip(asked, found, strict=True)}
+        flagged += [[name, seq_len] for name, drops in by_name.items() if drops.total > FLAGGED]
+        by_transport = {name: drops._asdict() for name, drops in by_name.items()}
+        rows.append({"seq_len": seq_len, "documents_per_shard": at.documents, "transports": by_transport})
     own = shape(run)
     return {
         "alpha": float(alpha),
@@ -271,12 +268,7 @@ def plan(run: spec.Run, alpha: float = ALPHA) -> dict | None:
         "receiver_capacity": run.routing.receiver_capacity,
         "waves": run.routing.waves,
         "flag_above": FLAGGED,
-        "flagged": [
-            [name, row["seq_len"]]
-            for name, *_ in asked
-            for row in rows
-            if row["transports"][name]["sender"] + row["transports"][name]["receiver"] > FLAGGED
-        ],
+        "flagged": flagged,
         "by_seq_len": rows,
     }
 

@@ -73,7 +73,7 @@ def forward_per_token(run: spec.Run, *, readout: bool) -> int:
     m, moe, d = run.model, run.moe, run.model.width
     latent = spec.expert_width(moe, m)
     heads = m.heads * m.head_width
-    block = 6 * latent * moe.hidden * moe.experts_per_token + 6 * d * moe.shared_hidden * moe.shared_experts
+    block = routed_per_token(run) + 6 * d * moe.shared_hidden * moe.shared_experts
     block += 2 * d * moe.experts + 2 * heads * d + (4 * d * latent if moe.latent != "none" else 0)
     total = m.layers * block
     for layer in range(m.layers):
@@ -82,6 +82,22 @@ def forward_per_token(run: spec.Run, *, readout: bool) -> int:
         seen = run.data.seq_len if wide else min(run.data.seq_len, m.window)
         total += 2 * d * (heads + 2 * kv) + m.heads * seen * (4 * m.head_width + 3)
     return total + (2 * d * m.vocab if readout else 0)
+
+
+def routed_per_token(run: spec.Run) -> int:
+    """FLOPs of one token's chosen experts in one layer's forward pass."""
+    return 6 * spec.expert_width(run.moe, run.model) * run.moe.hidden * run.moe.experts_per_token
+
+
+def accepted(run: spec.Run, drop_fraction: float) -> float:
+    """The share of a step's FLOPs, readout included, that is left when this share of assignments is dropped.
+
+    >>> from argosy.runs import marin_535b
+    >>> round(accepted(marin_535b.run(), 0.034), 4)
+    0.9853
+    """
+    routed = run.model.layers * routed_per_token(run) / forward_per_token(run, readout=True)
+    return 1 - drop_fraction * routed
 
 
 def train_step(run: spec.Run, *, readout: bool) -> int:

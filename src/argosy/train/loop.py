@@ -141,6 +141,7 @@ def note(run: spec.Run, done: int, stats: steps.Stats, clock: "Clock", record: A
     """Read an update's statistics from the device, log them, and refuse to go on with numbers that are not finite."""
     stats = jax.device_get(stats)
     row = steps.metrics(run, done, stats) | clock.lap(done)
+    row["throughput/accepted_mfu"] = row["throughput/mfu"] * flops.accepted(run, row["moe/drop_fraction"])
     record(done, row)
     progress(done, row)
     optim = run.optim

@@ -37,6 +37,7 @@ class Stats(NamedTuple):
     grad_norm: dict[str, Any]
     param_norm: dict[str, Any]
     layers: Any  # exchange.MoeStats, a leading L
+    documents: Any  # per shard: how many, and how many equally long ones they count as
 
 
 def init(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
@@ -87,8 +88,24 @@ def train_step(run: spec.Run, state: State, batch: Batch) -> tuple[State, Stats]
         grad_norm=update.grad_norm,
         param_norm=update.param_norm,
         layers=out.layers,
+        documents=documents_per_shard(run, batch),
     )
     return new, stats
+
+
+def documents_per_shard(run: spec.Run, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Documents in a shard's tokens, the mean over shards; and (sum of lengths)^2 / (sum of squared lengths).
+
+    The second is what decides drops (`plan.drops`): its harmonic mean over shards. Lengths are of valid tokens; a document
+    that a sequence cuts counts as one in each. With accumulation a shard is one part of a device's tokens.
+    """
+    shards = run.mesh.replica * run.mesh.data * run.mesh.expert * run.compute.accumulate
+    into = jnp.arange(batch.doc_start.shape[1], dtype=jnp.int32)[None, :] - batch.doc_start  # 0, 1, ... n - 1 in a document
+    # the first n odd numbers sum to n^2
+    squares = jnp.sum(jnp.where(batch.valid, 2 * into + 1, 0).astype(jnp.float32))
+    tokens = jnp.sum(batch.valid, dtype=jnp.int32).astype(jnp.float32)
+    count = jnp.sum(batch.valid & (into == 0), dtype=jnp.int32).astype(jnp.float32)
+    return count / shards, tokens * tokens / (shards * jnp.maximum(squares, 1.0))
 
 
 def _count(out: transformer.Losses) -> Array:
@@ -133,7 +150,11 @@ def metrics(run: spec.Run, done: int, stats: Stats) -> dict[str, float]:
         "train/router/margin_max": np.max(routing.margin_max),
         "train/router/bias_min": np.min(routing.bias_min),
         "train/router/bias_max": np.max(routing.bias_max),
+        "data/documents_per_shard": stats.documents[0],
+        "data/equal_documents_per_shard": stats.documents[1],
     }
+    cells = np.sum(routing.cells, 0, dtype=np.float64)
+    row |= {f"moe/cell_load_histogram/bin_{i:02d}": n for i, n in enumerate(cells / max(cells.sum(), 1.0))}
     for i in range(run.model.layers):
         row |= {
             f"train/router/layer_{i}/routing_entropy": routing.entropy[i],
