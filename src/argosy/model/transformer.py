@@ -1,5 +1,6 @@
 """The network, whole: what its parameters are, and how tokens become a loss. The file to read first."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -83,10 +84,23 @@ def hidden(
     x = norm.gated_norm(params.norm_embed, embed(params.embed, batch.tokens, dtype))
     is_global = jnp.asarray([spec.is_global(run.model, i) for i in range(run.model.layers)])
     body = partial(layer, batch=batch, run=run, capacity=capacity)
-    scanned = body if run.compute.remat == "none" else jax.checkpoint(body)
     unroll = run.model.layers if run.model.layers <= UNROLL_LAYERS else 1
+    scanned = remat(body, run, looped=unroll < run.model.layers)
     x, reports = jax.lax.scan(scanned, x, (params.blocks, router_bias, is_global), unroll=unroll)
     return norm.gated_norm(params.norm_final, x), reports
+
+
+def remat(body: Callable, run: spec.Run, *, looped: bool) -> Callable:
+    """A layer that keeps for its backward pass what `compute.remat` names.
+
+    `none`: everything. `block`: its input. `block_keep_dispatch`: its input and the rows that the exchange brought, so
+    that all else is computed again but no row is sent twice. In a loop the compiler cannot mistake the second
+    computation for the first; unrolled, a barrier keeps it from doing so.
+    """
+    if run.compute.remat == "none":
+        return body
+    keep = exchange.KEPT if run.compute.remat == "block_keep_dispatch" else ()
+    return jax.checkpoint(body, prevent_cse=not looped, policy=jax.checkpoint_policies.save_only_these_names(*keep))
 
 
 def layer(

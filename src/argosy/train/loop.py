@@ -114,14 +114,10 @@ def ready(run: spec.Run) -> None:
             raise ValueError(
                 f"compute.{name}={asked} can be planned but not yet trained by this version; nearest legal compute.{name}={only}"
             )
-    if run.compute.remat == "block_keep_dispatch":
+    if run.mesh.context != 1:
         raise ValueError(
-            "compute.remat=block_keep_dispatch can be planned but not yet trained by this version; nearest legal block, none"
-        )
-    if run.mesh.context != 1 or run.mesh.expert != 1:
-        raise ValueError(
-            f"mesh.context={run.mesh.context}, mesh.expert={run.mesh.expert} can be planned but not yet trained by this"
-            " version; nearest legal 1 and 1, with mesh.replica or mesh.data for more devices"
+            f"mesh.context={run.mesh.context} can be planned but not yet trained by this version; nearest legal 1, with"
+            " mesh.replica, mesh.data or mesh.expert for more devices"
         )
     meshes.make(run)
 

@@ -12,15 +12,17 @@ from jaxtyping import Array, Bool, Float
 from argosy import mesh, spec
 from argosy.model import experts, router
 from argosy.model.exchange import dense, local, pooled_wave
-from argosy.model.exchange.layout import Ledger
+from argosy.model.exchange.layout import DISPATCHED, Ledger
 
-__all__ = ["Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
+__all__ = ["KEPT", "Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
 
 _TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {
     "dense": dense.dense,
     "local": local.local,
     "pooled_wave": pooled_wave.pooled_wave,
 }
+
+KEPT = (DISPATCHED,)  # the names of what compute.remat=block_keep_dispatch keeps
 
 
 class Moe(NamedTuple):
