@@ -86,11 +86,14 @@ def test_override_is_exact(tokens, scale):
         ('data.phases=[{"name":"a","until_frac":1.0,"weights":[["library"]]}]', ["pairs of source and weight"]),
         ("optim.decay=gates_router optim.rule=adamw", ["optim.decay"]),
         ("seed=x", ["seed", "whole number"]),
+        ("moe.experts=1024 routing.exchange=pooled_wave mesh.expert=2", ["1,024", "512", "256", "mesh.expert=4", "ragged"]),
+        ("data.batch_seqs=8000 data.seq_len=1000000", ["32,000,000,000", "int32", "2,147,483,647", "data.batch_seqs=536"]),
+        ("data.seq_len=900000000", ["int32", "data.batch_seqs=1 with data.seq_len=536,870,911"]),
     ],
 )
 def test_a_users_mistake_is_named_with_its_numbers(pocket, setting, words):
     with pytest.raises(ValueError) as error:
-        spec.override(pocket, setting.split() if " optim." in setting else [setting])
+        spec.override(pocket, setting.split() if "[" not in setting else [setting])
     for word in words:
         assert word in str(error.value), str(error.value)
 

@@ -335,6 +335,7 @@ def check(run: Run) -> None:
     _check_values(run)
     _check_model(run)
     _check_routing(run)
+    _check_counts(run)
     _check_division(run)
     _check_phases(run.data.phases)
 
@@ -391,6 +392,10 @@ def _check_model(run: Run) -> None:
         )
 
 
+LOCAL_EXPERTS = 256  # bfloat16 holds every whole number up to this
+MOST_ASSIGNMENTS = 2**31 - 1  # of a step over the whole mesh, in one layer
+
+
 def _check_routing(run: Run) -> None:
     moe, mesh, routing = run.moe, run.mesh, run.routing
     if moe.experts % mesh.expert:
@@ -407,6 +412,28 @@ def _check_routing(run: Run) -> None:
         raise ValueError(
             f"routing.waves={routing.waves} does not divide the {here} experts of a rank; nearest"
             f" {nearest_divisors(here, routing.waves)}"
+        )
+    if routing.exchange == "pooled_wave" and here > LOCAL_EXPERTS:
+        ranks = range(mesh.expert, moe.experts + 1)
+        legal = next(n for n in ranks if moe.experts % n == 0 and moe.experts // n <= LOCAL_EXPERTS)
+        raise ValueError(
+            f"routing.exchange=pooled_wave holds at most {LOCAL_EXPERTS} experts on a rank, moe.experts={moe.experts:,} over"
+            f" mesh.expert={mesh.expert} are {here:,}: their numbers travel as bfloat16, which counts no further; nearest"
+            f" mesh.expert={legal}, or routing.exchange=ragged"
+        )
+
+
+def _check_counts(run: Run) -> None:
+    """One layer's assignments in a step can be counted on a device."""
+    seqs, each, mesh = run.data.batch_seqs, run.data.seq_len * run.moe.experts_per_token, run.mesh
+    unit = mesh.replica * mesh.data * mesh.expert * run.compute.accumulate
+    if seqs * each > MOST_ASSIGNMENTS:
+        legal = MOST_ASSIGNMENTS // each // unit * unit
+        shorter = f"data.batch_seqs={unit:,} with data.seq_len={MOST_ASSIGNMENTS // unit // run.moe.experts_per_token:,}"
+        raise ValueError(
+            f"data.batch_seqs={seqs:,} x data.seq_len={run.data.seq_len:,} x moe.experts_per_token={run.moe.experts_per_token}"
+            f" are {seqs * each:,} assignments in a step; they are counted in int32, up to {MOST_ASSIGNMENTS:,}; nearest legal"
+            f" {f'data.batch_seqs={legal:,}' if legal else shorter}"
         )
 
 
