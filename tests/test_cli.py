@@ -92,7 +92,7 @@ def test_the_inverse(capsys):
             ],
             ["1000 devices"],
         ),
-        (["train", "pocket", "--set", "routing.exchange=ragged"], ["routing.exchange", "local"]),
+        (["train", "pocket", "--set", "routing.exchange=ring"], ["routing.exchange", "local"]),
         (["train", "pocket", "--set", "compute.accumulate=2"], ["compute.accumulate"]),
         (["train", "pocket", "--set", "compute.masters=pinned_host"], ["compute.masters"]),
         (["train", "pocket", "--set", "data.corpus=mine"], ["argosy data build", "mine"]),

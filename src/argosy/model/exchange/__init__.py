@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from argosy import mesh, spec
 from argosy.model import experts, router
-from argosy.model.exchange import dense, local, pooled_wave
+from argosy.model.exchange import dense, local, pooled_wave, ragged
 from argosy.model.exchange.layout import DISPATCHED, Ledger
 
 __all__ = ["KEPT", "Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
@@ -20,6 +20,7 @@ _TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {
     "dense": dense.dense,
     "local": local.local,
     "pooled_wave": pooled_wave.pooled_wave,
+    "ragged": ragged.ragged,
 }
 
 KEPT = (DISPATCHED,)  # the names of what compute.remat=block_keep_dispatch keeps
