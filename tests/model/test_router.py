@@ -235,7 +235,7 @@ def test_interpolation_at_the_reference_shape_is_exact():
     tokens, k, experts = 46_137_344, 8, 384
     low, width, crossing, reached, inside = -92.0, 163 / 10_000, 6_321, 961_232, 41
     at = router.Crossing(*(jnp.full((1,), n, jnp.int32) for n in (crossing, reached, inside)))
-    got = router._interpolate(at, jnp.int32(tokens * k), experts, f32(low), f32(width))[0]
+    got = router.interpolate(at, jnp.int32(tokens * k), experts, f32(low), f32(width))[0]
     r = Fraction(tokens * k, experts)
     expected = low + width * (crossing + float((reached - r) / inside))
     assert abs(float(got) - expected) < width * 2e-3

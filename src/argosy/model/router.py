@@ -1,5 +1,6 @@
 """Logits to experts and weights, and the bias that balances them: quantile balancing and its alternatives."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -116,7 +117,7 @@ def statistics(
     lowest, highest = margin_range(s, routing.threshold, valid, axes)
     return Stats(
         load=load,
-        entropy=-jnp.sum(share * jnp.log(share + 1e-6)),
+        entropy=entropy(share),
         max_load=count * jnp.max(share),
         load_balancing_loss=k * balance_loss(s, load, valid, axes),
         z=jax.lax.psum(z, axes) / tokens,
@@ -126,6 +127,11 @@ def statistics(
         bias_max=jnp.max(bias),
         cells=jax.lax.psum(cells(mine), axes),
     )
+
+
+def entropy(share: Float[Array, "E"]) -> Float[Array, ""]:
+    """-sum p ln(p + 1e-6) of the shares of all assignments."""
+    return -jnp.sum(share * jnp.log(share + 1e-6))
 
 
 def cells(load: Int[Array, "E"]) -> Int[Array, "16"]:
@@ -168,17 +174,25 @@ def next_bias(
     `quantile`: minus the upper K/E quantile of each expert's margins, set and not accumulated (reference_run 2,
     steps 4-6). `sign_bias`: a fixed step towards the mean load (arXiv 2408.15664). `aux_loss`: zero.
     """
-    k, count = routing.experts.shape[1], s.shape[1]
-    if k == count or run.balance == "aux_loss":
-        return jnp.zeros_like(bias)
-    if run.balance == "sign_bias":
-        mean = jnp.sum(stats.load).astype(jnp.float32) / count
-        moved = bias + run.sign_bias_step * jnp.sign(mean - stats.load.astype(jnp.float32))
-        return moved - jnp.mean(moved)
+    k = routing.experts.shape[1]
+    if k == s.shape[1] or run.balance != "quantile":
+        return balanced(stats, bias, k, run)
     margin = jax.lax.stop_gradient(s - routing.threshold[:, None])
-    beta = quantile(margin, valid, k, stats.margin_min, stats.margin_max, run.histogram_bins, axes)
-    some = jnp.sum(stats.load) > 0
-    return jnp.where(some, jnp.mean(beta) - beta, bias)
+    return centred(quantile(margin, valid, k, stats.margin_min, stats.margin_max, run.histogram_bins, axes), stats, bias)
+
+
+def balanced(stats: Stats, bias: Float[Array, "E"], k: int, run: spec.Routing) -> Float[Array, "E"]:
+    """The next bias where it takes no margins: by loads alone (`sign_bias`), or zero."""
+    if k == bias.shape[0] or run.balance != "sign_bias":
+        return jnp.zeros_like(bias)
+    mean = jnp.sum(stats.load).astype(jnp.float32) / bias.shape[0]
+    moved = bias + run.sign_bias_step * jnp.sign(mean - stats.load.astype(jnp.float32))
+    return moved - jnp.mean(moved)
+
+
+def centred(beta: Float[Array, "E"], stats: Stats, bias: Float[Array, "E"]) -> Float[Array, "E"]:
+    """The bias that the quantiles set; the old one where no token was valid."""
+    return jnp.where(jnp.sum(stats.load) > 0, jnp.mean(beta) - beta, bias)
 
 
 class Crossing(NamedTuple):
@@ -198,21 +212,57 @@ def quantile(
     bins: int,
     axes: tuple[str, ...] = (),
 ) -> Float[Array, "E"]:
-    """Upper K/E quantile of each column over the valid tokens of all shards, from a histogram on one grid of `bins`.
+    """Upper K/E quantile of each column over the valid tokens of all shards, from a histogram on the `grid` of low..high.
 
-    `low` and `high` are the range of all margins; a range below 1e-6 of their size is widened to it. Between the edges
-    of the crossing bin the quantile is linear in the counts (reference_run 2, step 5).
+    `low` and `high` are the range of all margins. Between the edges of the crossing bin the quantile is linear in the
+    counts (reference_run 2, step 5).
     """
-    count = margin.shape[1]
-    width = jnp.maximum(high - low, 1e-6 * jnp.maximum(1.0, jnp.abs(low))) / bins
-    place = jnp.clip(jnp.floor((margin - low) / width), 0, bins - 1).astype(jnp.int32)
+    first, width = grid(low, high, bins)
+    place = jnp.clip(jnp.floor(margin / width) - first, 0, most(bins) - 1).astype(jnp.int32)
     tokens = jax.lax.psum(jnp.sum(valid, dtype=jnp.int32), axes)
-    target = tokens * k  # T K / E in units of 1 / E
-    at = crossing(jnp.where(valid[:, None], place, -1), (target + count - 1) // count, tokens, bins, axes)
-    return _interpolate(at, target, count, low, width)
+    need, target = rank(tokens, k, margin.shape[1])
+    at = crossing(jnp.where(valid[:, None], place, -1), need, tokens, most(bins), axes)
+    return interpolate(at, target, margin.shape[1], first * width, width)
 
 
-def _interpolate(at: Crossing, target: jax.Array, count: int, low: jax.Array, width: jax.Array) -> jax.Array:
+def grid(low: Float[Array, ""], high: Float[Array, ""], bins: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The number of the lowest edge, and the width of a bin: edges lie at the multiples of the width.
+
+    The width is the largest power of two that is at most a `bins`-th of the range, but never below the spacing of
+    float32 at its ends, so that all numbers here are whole and exact. Hence the bins of a range are unions of bins of
+    any range inside it, and histograms of parts of a batch add up to that of the whole (`model.parts`).
+    Where there is no value (`high` below `low`) the grid is of the range 0 to 0.
+
+    >>> grid(jnp.float32(-3.0), jnp.float32(5.0), 8)
+    (Array(-3., dtype=float32), Array(1., dtype=float32))
+    """
+    some = high >= low
+    low, high = jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
+    tiny = jnp.float32(1e-20)
+    fine = _power_of_two(jnp.maximum(high - low, tiny) / bins)
+    spacing = _power_of_two(jnp.maximum(jnp.maximum(jnp.abs(low), jnp.abs(high)), tiny)) * 2.0**-23
+    width = jnp.maximum(fine, spacing)
+    return jnp.floor(low / width), width
+
+
+def _power_of_two(x: Float[Array, ""]) -> Float[Array, ""]:
+    """The largest power of two that is at most `x`, a normal positive float32: its exponent alone."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def most(bins: int) -> int:
+    """The most bins that a `grid` has: a width is more than half of a `bins`-th of the range, whose ends may share bins."""
+    return 2 * bins + 2
+
+
+def rank(tokens: Int[Array, ""], k: int, count: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """How many values lie at or above the quantile, T K / E: rounded up, and in units of 1 / E."""
+    target = tokens * k
+    return (target + count - 1) // count, target
+
+
+def interpolate(at: Crossing, target: jax.Array, count: int, low: jax.Array, width: jax.Array) -> jax.Array:
     """low + width * (bin + (reached - T K / E) / inside); counts are subtracted as whole numbers, which float32 cannot hold."""
     over = (at.reached - target // count).astype(jnp.float32) - (target % count).astype(jnp.float32) / count
     return low + width * (at.bin.astype(jnp.float32) + over / jnp.maximum(at.inside, 1).astype(jnp.float32))
@@ -227,19 +277,30 @@ def crossing(
     Counting the values above an edge is a compare and a sum, log2(bins) times; filling bins x E counters is a scatter.
     """
 
+    def above(edge: Int[Array, "E"]) -> Int[Array, "E"]:
+        return jax.lax.psum(jnp.sum(place >= edge[None, :], 0, dtype=jnp.int32), axes)
+
+    return bisect(above, need, tokens, bins, place.shape[1])
+
+
+def bisect(
+    above: Callable[[jax.Array], jax.Array], need: Int[Array, ""], tokens: Int[Array, ""], bins: int, count: int
+) -> Crossing:
+    """The crossing bins of `count` columns; `above` counts, over all shards, each column's values at or above an edge of its own."""
+
     def halve(_: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        below, above, c_below, c_above = state
-        middle = (below + above) // 2
-        c = jax.lax.psum(jnp.sum(place >= middle[None, :], 0, dtype=jnp.int32), axes)
+        low, high, c_low, c_high = state
+        middle = (low + high) // 2
+        c = above(middle)
         enough = c >= need
         return (
-            jnp.where(enough, middle, below),
-            jnp.where(enough, above, middle),
-            jnp.where(enough, c, c_below),
-            jnp.where(enough, c_above, c),
+            jnp.where(enough, middle, low),
+            jnp.where(enough, high, middle),
+            jnp.where(enough, c, c_low),
+            jnp.where(enough, c_high, c),
         )
 
-    zero = jnp.zeros(place.shape[1:], jnp.int32)
+    zero = jnp.zeros((count,), jnp.int32)
     start = (zero, zero + bins, zero + tokens, zero)
     bin_, _, reached, passed = jax.lax.fori_loop(0, (bins - 1).bit_length(), halve, start)
     return Crossing(bin_, reached, reached - passed)

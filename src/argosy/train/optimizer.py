@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from argosy import spec
 from argosy.leaf import Leaf, is_leaf
 from argosy.plan import scaling
-from argosy.train import schedule
+from argosy.train import host, schedule
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (
@@ -89,7 +89,8 @@ def make(run: spec.Run, leaves: Any) -> Optimizer:
     (gains, convolutions, head gates). `optim.decay=gates_router` belongs to `hyperball`: decoupled decay of kind
     gate, from `decay_peak` linearly to 0 over the run (reference_run 3.7).
 
-    Gradients may have any float type; parameters are float32 masters. Needs the run's mesh (`jax.set_mesh`).
+    Gradients may have any float type; parameters are float32 masters. Parameters and state may lie in host memory; new
+    state goes back there, new parameters are on the device. Needs the run's mesh (`jax.set_mesh`).
     """
     flat: list[Leaf]
     tree: Any
@@ -109,12 +110,14 @@ def make(run: spec.Run, leaves: Any) -> Optimizer:
             keep = jnp.minimum(1.0, run.optim.clip_norm / jnp.maximum(grad_norm["total"], TINY))
             wide = [g * keep for g in wide]
         rates = schedule.learning_rates(run, step)
-        done = [
-            _step(run, leaf, g, s, p, step, rates)
-            for leaf, g, s, p in zip(flat, wide, tree.flatten_up_to(state), tree.flatten_up_to(params), strict=True)
-        ]
-        new = [p for p, _ in done]
-        return Update(tree.unflatten(new), tree.unflatten(s for _, s in done), grad_norm, _norms(flat, new))
+        new, states = [], []
+        for leaf, g, s, p in zip(flat, wide, tree.flatten_up_to(state), tree.flatten_up_to(params), strict=True):
+            # From the host comes one leaf while the one before it is stepped: not all at once, and not during the backward pass.
+            here, weight = host.fetched((s, p), after=new[-2] if len(new) > 1 else grad_norm["total"])
+            stepped, moments = _step(run, leaf, g, here, weight, step, rates)
+            new.append(stepped)
+            states.append(host.returned(moments, like=s))
+        return Update(tree.unflatten(new), tree.unflatten(states), grad_norm, _norms(flat, new))
 
     return Optimizer(init, update)
 

@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from argosy import mesh, spec
-from argosy.model import experts, router
+from argosy.model import experts, parts, router
 from argosy.model.exchange import dense, local, pooled_wave, ragged
-from argosy.model.exchange.layout import DISPATCHED, Ledger
+from argosy.model.exchange.layout import DISPATCHED, Fairness, Ledger, fairness
 
-__all__ = ["KEPT", "Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
+__all__ = ["KEPT", "Fairness", "Ledger", "Moe", "MoeStats", "leaves", "moe", "transport"]
 
 _TRANSPORTS: dict[str, Callable[..., tuple[jax.Array, Ledger]]] = {
     "dense": dense.dense,
@@ -37,9 +37,11 @@ class MoeStats(NamedTuple):
     """What one sparse block reports of one step, over the whole batch."""
 
     ledger: Ledger
+    fairness: Fairness
     routing: router.Stats
     aux_loss: Float[Array, ""]  # weighted, to be added to the loss; zero unless routing.balance=aux_loss
     next_bias: Float[Array, "E"]
+    part: parts.Part | None  # with compute.accumulate > 1, where the bias follows from all parts of a batch
 
 
 def leaves(run: spec.Run) -> Moe:
@@ -91,7 +93,7 @@ def moe(
     shard = jax.shard_map(
         partial(_shard, run=run, carry=carry, over=over, capacity=capacity or run.routing.capacity),
         in_specs=(jax.tree.map(lambda _: routed_spec, weights), mesh.B_S_D, mesh.B_S_D, P(None), mesh.B_S),
-        out_specs=(mesh.B_S_D, P()),
+        out_specs=(mesh.B_S_D, MoeStats(P(), P(), P(), P(), P(), parts.specs(run.compute.accumulate))),
     )
     y, stats = shard(weights, u, s, bias, valid)
     if p.experts.latent is not None:
@@ -124,6 +126,9 @@ def _shard(
     aux = jnp.float32(0)
     if run.routing.balance == "aux_loss":
         aux = run.routing.aux_loss_weight * router.balance_loss(s, stats.load, ok, spec.AXES)
+    total, fair = jax.lax.psum(ledger, spec.AXES), fairness(ledger, spec.AXES)
+    if run.compute.accumulate > 1:
+        part = parts.part(s, routing, ok, stats, run.routing, spec.AXES)
+        return y.reshape(u.shape), MoeStats(total, fair, stats, aux, bias, part)
     following = router.next_bias(s, routing, ok, stats, bias, run.routing, spec.AXES)
-    total = jax.tree.map(lambda n: jax.lax.psum(n, spec.AXES), ledger)
-    return y.reshape(u.shape), MoeStats(total, stats, aux, following)
+    return y.reshape(u.shape), MoeStats(total, fair, stats, aux, following, None)
