@@ -10,22 +10,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 from tyro.extras import SubcommandApp
 
 from argosy import runs, spec
+from argosy.launch import join
 
 Name = Annotated[str, Positional]
 Settings = Annotated[UseAppendAction[tuple[str, ...]], arg(name="set", metavar="KEY=VALUE")]
 As = Annotated[str, arg(name="as", metavar="RUN")]
 Json = Annotated[bool, FlagCreatePairsOff, arg(name="json")]
 Flag = Annotated[bool, FlagCreatePairsOff]
+Linked = Annotated[join.Link, OmitArgPrefixes]
 
 HOME = Path(os.environ.get("ARGOSY_HOME") or "voyages")
 
 app = SubcommandApp()
 data = SubcommandApp()
 app.command(data, name="data", help="Make corpora.")
+launch = SubcommandApp()
+app.command(launch, name="launch", help="Start several processes.")
 
 
 def resolve(recipe: str, settings: Sequence[str], seed: int | None) -> spec.Run:
@@ -65,6 +69,8 @@ def voyage(
     seed: int | None = None,
     home: Path = HOME,
     port: int = 8700,
+    checkpoint_every: float = 60.0,
+    link: Linked = join.Link(),
     json: Json = False,
 ) -> None:
     """The main job, whole: plan, data, train, evaluate, summarise, with a live page.
@@ -76,13 +82,17 @@ def voyage(
         seed: Seed of the run; the recipe's by default.
         home: Where runs and corpora live (or ARGOSY_HOME).
         port: First port to try for the page.
+        checkpoint_every: Seconds between checkpoints.
+        link: Where this process belongs when the run has several.
         json: Print the summary as JSON alone.
     """
     from argosy import voyage as job
 
-    host = spec.Host(home=home, name=run_name(recipe, as_), port=port)
-    result = job.whole(resolve(recipe, settings, seed), host, json=json)
-    if json:
+    run = resolve(recipe, settings, seed)
+    host = spec.Host(home=home, name=run_name(recipe, as_), port=port, checkpoint_every_s=seconds(checkpoint_every))
+    join.join(link)
+    result = job.whole(run, host, as_json=json)
+    if json and result is not None:
         emit(result)
 
 
@@ -95,6 +105,8 @@ def train(
     seed: int | None = None,
     home: Path = HOME,
     stop_after: int | None = None,
+    checkpoint_every: float = 60.0,
+    link: Linked = join.Link(),
     json: Json = False,
 ) -> None:
     """The training alone; a second call goes on from the last checkpoint.
@@ -106,17 +118,34 @@ def train(
         seed: Seed of the run; the recipe's by default.
         home: Where runs and corpora live (or ARGOSY_HOME).
         stop_after: Stop, with a checkpoint, once this many updates of the run are finished.
+        checkpoint_every: Seconds between checkpoints.
+        link: Where this process belongs when the run has several.
         json: Print the summary as JSON alone.
     """
+    from argosy import processes
     from argosy import voyage as job
 
     if stop_after is not None and stop_after < 1:
         raise ValueError(f"--stop-after {stop_after} counts finished updates; nearest legal 1")
-    run, host = resolve(recipe, settings, seed), spec.Host(home=home, name=run_name(recipe, as_))
-    job.begin(run, host)
+    run = resolve(recipe, settings, seed)
+    host = spec.Host(home=home, name=run_name(recipe, as_), checkpoint_every_s=seconds(checkpoint_every))
+    join.join(link)
+    job.begin(run, host, stop_after)
     job.train(run, host, stop_after)
-    result = job.summary(host)
-    emit(result) if json else job.show_summary(result, console())
+    if processes.first():
+        result = job.summary(host)
+        emit(result) if json else job.show_summary(result, console())
+
+
+def seconds(every: float) -> float:
+    """`--checkpoint-every` as given.
+
+    Raises:
+        ValueError: below 0, or no number.
+    """
+    if not every >= 0:
+        raise ValueError(f"--checkpoint-every {every} is in seconds, 0 for a checkpoint after every update; nearest legal 0")
+    return every
 
 
 @app.command
@@ -150,6 +179,8 @@ def plan(
     chip: str = "",
     chips: int = 0,
     days: float = 0.0,
+    drops_from: str = "",
+    home: Path = HOME,
     json: Json = False,
 ) -> None:
     """Parameters, FLOPs, tokens, memory, time and money of a run, or a run that fits given chips and days.
@@ -164,6 +195,8 @@ def plan(
         chip: The inverse: propose a run for this chip ...
         chips: ... this many of them ...
         days: ... and this many days.
+        drops_from: A run, by name or folder, whose logged loads say how alike the tokens of a document route.
+        home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
     from argosy.plan import cost, report, sheet
@@ -178,7 +211,14 @@ def plan(
     if not recipe:
         raise ValueError(f"argosy plan needs a recipe ({', '.join(runs.RECIPES)}) or --chip, --chips and --days")
     share = cost.GOODPUT if goodput is None else goodput
-    planned = sheet.plan(resolve(recipe, settings, seed), price=price, deadline=deadline, goodput=share)
+    fitted = None
+    if drops_from:
+        from argosy.plan import drops
+        from argosy.track import loads, log
+
+        fitted = drops.refit(drops_from, *loads.logged(log.read(drops_from, home)))
+    run = resolve(recipe, settings, seed)
+    planned = sheet.plan(run, price=price, deadline=deadline, goodput=share, fitted=fitted)
     emit(planned) if json else report.show(planned, console())
 
 
@@ -279,6 +319,42 @@ def diff(a: Name, b: Name, /, home: Path = HOME, json: Json = False) -> None:
     emit(found) if json else console().print(report.diff_table(found))
 
 
+@launch.command
+def local(
+    command: Annotated[tuple[str, ...], Positional] = (),
+    /,
+    processes: int = 2,
+    devices_per_process: int = 4,
+) -> None:
+    """Several processes on this machine with CPU devices: argosy launch local --processes 2 -- train pocket.
+
+    Args:
+        command: After "--": what each process runs, train, voyage or sample with its own words.
+        processes: How many processes.
+        devices_per_process: CPU devices of each.
+    """
+    from argosy.launch import local as launching
+
+    launching.check(command, processes, devices_per_process)
+    status = launching.run(widened(command, processes * devices_per_process), processes, devices_per_process)
+    if status:
+        sys.exit(status)
+
+
+def widened(command: Sequence[str], devices: int) -> list[str]:
+    """A command to train, with a recipe made for one device laid over all devices."""
+    from argosy.launch import local as launching
+
+    words = list(command)
+    if words[0] == "sample" or len(words) < 2 or any(w.startswith("mesh.") for w in words):
+        return words
+    settings = [w for flag, w in zip(words, words[1:], strict=False) if flag == "--set"]
+    more = launching.widened(resolve(words[1], settings, None), devices)
+    if more:
+        print(f"argosy: a recipe for one device, on {devices}: --set {' '.join(more)} is added", file=sys.stderr, flush=True)
+    return words + [w for setting in more for w in ("--set", setting)]
+
+
 @app.command
 def sample(
     run: Name,
@@ -288,6 +364,7 @@ def sample(
     temperature: float = 0.7,
     seed: int = 0,
     home: Path = HOME,
+    link: Linked = join.Link(),
 ) -> None:
     """Text from a run's last checkpoint, dropless.
 
@@ -298,12 +375,17 @@ def sample(
         temperature: 0 takes the likeliest token.
         seed: Seed of the drawing.
         home: Where runs and corpora live (or ARGOSY_HOME).
+        link: Where this process belongs when the text is made by several.
     """
+    from argosy import processes
     from argosy.export import sample as sampling
 
+    join.join(link)
     for piece in sampling.from_run(run, home, prompt, tokens=tokens, temperature=temperature, seed=seed):
-        print(piece, end="", flush=True)
-    print()
+        if processes.first():
+            print(piece, end="", flush=True)
+    if processes.first():
+        print()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

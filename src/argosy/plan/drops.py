@@ -12,7 +12,7 @@ meets four others within a quarter; `fit` finds it from a run's own logged loads
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -239,16 +239,16 @@ def transports(run: spec.Run) -> list[tuple[str, Transport, Capacity]]:
     return others + [(f"cell at {f:g}", "cell", own._replace(sender=f)) for f in factors]
 
 
-def plan(run: spec.Run, alpha: float = ALPHA) -> dict | None:
+def plan(run: spec.Run, fitted: dict | None = None) -> dict | None:
     """Drops of every transport at every sequence length, as plain JSON values; None where nothing can be dropped.
 
-    `by_seq_len` holds, per length, the documents per shard that are assumed (one per sequence) and, per transport, the
-    shares dropped at the sender and the receiver with the simulation's standard errors. The first transport is the run's
-    own. `flagged` lists (transport, seq_len) past `flag_above`.
+    `fitted` is what `refit` returned; without it alpha is `ALPHA`. `by_seq_len` holds, per length, the documents per shard
+    that are assumed (one per sequence) and, per transport, the shares dropped at the sender and the receiver with the
+    simulation's standard errors. The first transport is the run's own. `flagged` lists (transport, seq_len) past `flag_above`.
     """
     if not bounded(run):
         return None
-    asked = transports(run)
+    alpha, asked = (ALPHA if fitted is None else fitted["alpha"]), transports(run)
     rows, flagged = [], []
     for seq_len in seq_lens(run):
         at = shape(run, seq_len)
@@ -260,6 +260,7 @@ def plan(run: spec.Run, alpha: float = ALPHA) -> dict | None:
     own = shape(run)
     return {
         "alpha": float(alpha),
+        "fitted": fitted,
         "own": asked[0][0],
         "senders": own.senders,
         "experts_per_rank": own.experts // own.senders,
@@ -316,7 +317,7 @@ def fit(logged: Logged, at: Shape) -> Fit:
     if n < _LEAST_UPDATES:
         raise ValueError(f"{n} updates with histograms of loads are too few to fit alpha; nearest legal {_LEAST_UPDATES}")
     documents = float(1 / np.mean(1 / np.maximum(logged.documents, 1.0)))
-    at = Shape(at.senders, at.experts, at.chosen, at.tokens, documents)
+    at = replace(at, documents=documents)
     curves = _histograms(at)  # part, alpha, bin
     whole = logged.histogram.mean(0)
     at_best, edge = _likeliest(whole, curves.mean(0))
@@ -327,10 +328,36 @@ def fit(logged: Logged, at: Shape) -> Fit:
     return Fit(math.exp(at_best), math.exp(at_best - span), math.exp(at_best + span), documents, n, edge)
 
 
+def refit(name: str, run: spec.Run, logged: Logged) -> dict:
+    """Alpha from the run `name`, with the drops that it then predicts for that run beside the logged ones; plain JSON values.
+
+    `predicted` is at the documents per shard that the run logged; None where nothing could be dropped.
+
+    Raises:
+        ValueError: as `fit`.
+    """
+    found = fit(logged, shape(run))
+    predicted = None
+    if bounded(run):
+        _, kind, bounds = transports(run)[0]
+        at = replace(shape(run), documents=round(found.documents, 3))
+        predicted = expected(at, kind, bounds, found.alpha)._asdict()
+    return {
+        "run": name,
+        "recipe": run.recipe,
+        **found._asdict(),
+        "experts": run.moe.experts,
+        "experts_per_token": run.moe.experts_per_token,
+        "transport": run.routing.exchange,
+        "predicted": predicted,
+        "logged": {"sender": float(logged.sender.mean()), "receiver": float(logged.receiver.mean())},
+    }
+
+
 @functools.lru_cache(maxsize=16)
 def _histograms(at: Shape) -> Floats:
     """Logarithms of simulated shares of cells by bin: part of the simulation, alpha, bin."""
-    one = Shape(1, at.experts, at.chosen, at.tokens, at.documents)  # what a shard sends depends on no other shard
+    one = replace(at, senders=1)  # what a shard sends depends on no other shard
     numbers = at.experts * math.ceil(min(at.documents, _MOST_DOCUMENTS))
     found = np.zeros((_PARTS, len(_ALPHAS), BINS))
     for part in range(_PARTS):

@@ -21,6 +21,8 @@ def show(plan: dict, console: Console) -> None:
     training = Group(_training(plan), Text(), Text("Mixture", "bold"), _mixture(plan))
     _side_by_side(console, [("Parameters", _params(plan)), ("Training", training)])
     _section(console, "Tokens", _tokens(plan))
+    if plan["drops"]:
+        _section(console, "Expected drops, by tokens in a sequence", _drops(plan["drops"]))
     if plan["warnings"]:
         _section(console, "Where to doubt it", _warnings(plan["warnings"]))
     console.print()
@@ -254,6 +256,85 @@ def _tokens(plan: dict) -> Table:
     return table
 
 
+def _drops(drops: dict) -> RenderableType:
+    lengths = _lengths(drops["by_seq_len"])
+    table = _table(("", "left"), ("", "left"), *((f"{name} ", "right") for name, _ in lengths))
+    documents = (f"{row['documents_per_shard']:,.4g} " for _, row in lengths)
+    table.add_row(*(Text(cell, "dim") for cell in ("documents per device", "", *documents)))
+    for name in lengths[0][1]["transports"]:
+        own = name == drops["own"]
+        label, first = name.replace("_", " "), True
+        for side in ("sender", "receiver"):
+            found = [row["transports"][name] for _, row in lengths]
+            if all(drop[side] == 0 for drop in found) and (side == "sender" or not first):
+                continue
+            cells = (_share(drop, side, drops["flag_above"], own) for drop in found)
+            table.add_row(Text(label if first else "", "bold" if own else ""), f"at the {side}", *cells)
+            first = False
+    return Group(table, Text(), _drops_words(drops))
+
+
+def _lengths(rows: list[dict], most: int = 6) -> list[tuple[str, dict]]:
+    """Columns of lengths: one for all with the same documents per device, and not more than fit a narrow terminal."""
+    groups: dict[float, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["documents_per_shard"], []).append(row)
+    found = []
+    for group in groups.values():
+        ends = dict.fromkeys(_length(row["seq_len"]) for row in (group[0], group[-1]))
+        found.append((" to ".join(ends), group[0]))
+    if len(found) <= most:
+        return found
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+
+
+def _length(tokens: int) -> str:
+    """A sequence length as it is spoken of.
+
+    >>> _length(512), _length(4096), _length(65_536)
+    ('512', '4K', '65K')
+    """
+    return f"{tokens // 1000}K" if tokens >= 1000 else str(tokens)
+
+
+def _share(drop: dict, side: str, flag_above: float, own: bool) -> Text:
+    """One side's share, marked where both together pass the limit and this one is the larger."""
+    share, total = drop[side], drop["sender"] + drop["receiver"]
+    text = "0" if share == 0 else "<0.01%" if share < 5e-5 else f"{share:.2%}" if share < 9.95e-4 else f"{share:.1%}"
+    if total > flag_above and share >= total / 2:
+        return Text(text + "*", "bold red" if own else "yellow")
+    return Text(text + " ", "bold" if own else "")
+
+
+def _drops_words(drops: dict) -> Table:
+    """What the figures rest on, and how far they can be trusted."""
+    fitted, rows = drops["fitted"], drops["by_seq_len"]
+    error = max(
+        drop[side] for row in rows for drop in row["transports"].values() for side in ("sender_error", "receiver_error")
+    )
+    simulated = f"simulated to {100 * error:.1g} points"
+    if fitted is None:
+        model = f"alpha {drops['alpha']:g}, fitted to one published figure; {simulated}"
+    else:
+        said = {"": f"{fitted['low']:.3g} to {fitted['high']:.3g}", "least": "or less", "most": "or more"}[fitted["edge"]]
+        model = f"alpha {drops['alpha']:.3g} ({said}) from {fitted['updates']} updates of {fitted['run']},"
+        model += f" top-{fitted['experts_per_token']} of {fitted['experts']} experts; {simulated}"
+    capacity = f"{drops['receiver_capacity']:g} x the mean at the receiver"
+    if drops["senders"] > 1:
+        capacity = f"{drops['sender_capacity']:g} x the mean at the sender, {capacity}, {drops['waves']} waves or chunks"
+    facts = [("model", model)]
+    if fitted and fitted["predicted"]:
+        predicted, logged = (sum(fitted[kind][side] for side in ("sender", "receiver")) for kind in ("predicted", "logged"))
+        held = f"held as much as {fitted['documents']:.1f} equally long documents per device"
+        facts.append((fitted["run"], f"{held}: {predicted:.1%} dropped by the model, {logged:.1%} by its log"))
+    facts.append(("capacity", capacity))
+    facts.append(("assumed", "one document per sequence; long sequences hold several in reality, and drop less"))
+    if any(name.startswith("cell") for name in rows[0]["transports"]):
+        facts.append(("cell", "room for each pair of sender and expert: the older scheme, planned for and not built"))
+    facts.append(("*", f"past {drops['flag_above']:.0%} of all assignments, both sides together"))
+    return _grid([(name, Text(value, "dim")) for name, value in facts], gap=2)
+
+
 def _neighbours(found: dict) -> Table:
     table = _table(
         *(
@@ -281,7 +362,7 @@ def _neighbours(found: dict) -> Table:
     return table
 
 
-SUBJECTS = {"memory": "memory", "time": "step time", "rates": "learning rates"}
+SUBJECTS = {"memory": "memory", "drops": "drops", "time": "step time", "rates": "learning rates"}
 
 
 def _warnings(found: list[dict]) -> Table:

@@ -4,7 +4,7 @@ import datetime
 from dataclasses import asdict
 
 from argosy import spec
-from argosy.plan import accounting, cost, flops, hardware, memory, scaling
+from argosy.plan import accounting, cost, drops, flops, hardware, memory, scaling
 
 GIB = memory.GIB
 
@@ -15,12 +15,14 @@ def plan(
     deadline: float | int | str | None = None,
     goodput: float | int = cost.GOODPUT,
     start: datetime.date | None = None,
+    fitted: dict | None = None,
 ) -> dict:
     """Sizes, FLOPs, tokens, learning rates, memory, time and cost of a run.
 
     `price` is money per chip-hour, in the user's currency. `deadline` is a number of days from `start` (today if
-    None), or a date. Bytes are per device; times are seconds and days; FLOPs and parameters are whole numbers where
-    the formulas give whole numbers.
+    None), or a date. `fitted` is the drop model's number from a run's log (`drops.refit`); the published one if None.
+    Bytes are per device; times are seconds and days; FLOPs and parameters are whole numbers where the formulas give
+    whole numbers.
 
     >>> from argosy.runs import pocket
     >>> plan(pocket.run())["steps"]
@@ -32,6 +34,7 @@ def plan(
     chip = hardware.chip(run.compute.chip)
     start = start or datetime.date.today()
     parts, time, fits = flops.params(run), cost.time(run, goodput), memory.plan(run)
+    dropped = drops.plan(run, fitted)
     step, no_head, steps = flops.train_step(run, readout=True), flops.train_step(run, readout=False), spec.steps(run)
     return {
         "recipe": run.recipe,
@@ -66,6 +69,7 @@ def plan(
         "optim": {"rule": run.optim.rule, "scaling": run.optim.scaling, **asdict(scaling.rates(run))}
         | ({"adamw_lr": run.optim.adamw_lr, "weight_decay": run.optim.weight_decay} if run.optim.rule == "adamw" else {}),
         "memory": fits,
+        "drops": dropped,
         "time": {**time, "start": start.isoformat(), "end": cost.end_date(start, time["days"])},
         "cost": {**cost.money(run, time["days"], price), "deadline": cost.slack(time["days"], deadline, start)},
         "hardware": {
@@ -78,12 +82,12 @@ def plan(
         },
         "model": asdict(run.model) | asdict(run.moe),
         "compute": asdict(run.compute) | {"exchange": run.routing.exchange},
-        "warnings": warnings(run, fits),
+        "warnings": warnings(run, fits, dropped),
     }
 
 
-def warnings(run: spec.Run, fits: dict) -> list[dict]:
-    """Where the plan should not be taken at its word: `{about, text}`, with about one of fit, memory, time."""
+def warnings(run: spec.Run, fits: dict, dropped: dict | None) -> list[dict]:
+    """Where the plan should not be taken at its word: `{about, text}`, with about one of memory, drops, time, rates."""
     chip = hardware.chip(run.compute.chip)
     found = []
     device, host = (fits["per_device_bytes"][place]["total"] for place in ("device", "host"))
@@ -95,6 +99,12 @@ def warnings(run: spec.Run, fits: dict) -> list[dict]:
         found.append(
             ("memory", f"needs {host / GIB:,.1f} GiB of host memory per chip; it has {fits['host_usable_bytes'] / GIB:,.1f}")
         )
+    if dropped is not None:
+        own = dropped["by_seq_len"][0]["transports"][dropped["own"]]
+        if own["sender"] + own["receiver"] > drops.FLAGGED:
+            sides = " and ".join(f"{own[side]:.1%} at the {side}" for side in ("sender", "receiver") if own[side] >= 0.0005)
+            text = f"expected to be dropped, of all assignments: {sides}; flagged past {drops.FLAGGED:.0%}"
+            found.append(("drops", text))
     if chip.name != "gb200":
         found.append(("time", f"efficiencies were fitted on GB200 and are only assumed for {chip.label}"))
     elif not 2048 <= run.model.width <= 6144:
