@@ -62,12 +62,14 @@ def train(
         saved = stack.enter_context(checkpoint.opened(host.folder, host.keep_checkpoints))
         stopping = stack.enter_context(stop_signals())
 
-        state, broken = checkpoint.restore(saved, steps.abstract(run, mesh), set_aside=True)
+        state, broken = checkpoint.restore(saved, steps.kept(steps.abstract(run, mesh)), set_aside=True)
         for line in broken:
             event("checkpoint_broken", int(state.step) if state is not None else 0, message=line)
         if state is None:
             state = steps.init(run, mesh)
             record(0, evaluate(state))
+        else:
+            state = steps.resumed(run, state)
         done = saved_at = int(state.step)
         train_step = steps.compiled(run)
         batches = stack.enter_context(loader.prefetch(run, corpus, mesh, done, end))
@@ -91,13 +93,13 @@ def train(
                     record(done, evaluate(state))
             if saving:  # decided once: what is saved has been read and found finite
                 with clock.part("checkpoint"):
-                    checkpoint.save(saved, state, done)
+                    checkpoint.save(saved, steps.kept(state), done)
                 clock.saved()
                 saved_at = done
         if unread is not None:
             note(run, *unread, clock, record, progress)
         if done > saved_at:
-            checkpoint.save(saved, state, done)
+            checkpoint.save(saved, steps.kept(state), done)
     return state
 
 
@@ -108,12 +110,22 @@ def ready(run: spec.Run) -> None:
         ValueError: naming the field, its value and the nearest one that works.
     """
     exchange.transport(run.routing.exchange)
-    for name, only in (("accumulate", 1), ("masters", "device"), ("optimizer_state", "device"), ("params", "fp32")):
-        asked = getattr(run.compute, name)
-        if asked != only:
-            raise ValueError(
-                f"compute.{name}={asked} can be planned but not yet trained by this version; nearest legal compute.{name}={only}"
-            )
+    c = run.compute
+    if c.params == "bf16" and c.precision != "bf16":
+        raise ValueError(
+            f"compute.params=bf16 rounds weights that compute.precision={c.precision} would not; nearest legal"
+            " compute.params=fp32, or compute.precision=bf16"
+        )
+    if c.params == "fp32" and c.masters != "device":
+        raise ValueError(
+            f"compute.masters={c.masters} belongs to compute.params=bf16: float32 weights are their own masters; nearest legal"
+            " compute.masters=device"
+        )
+    if c.accumulate > 1 and run.routing.balance == "aux_loss":
+        raise ValueError(
+            f"routing.balance=aux_loss needs the loads of the whole batch before its gradient, compute.accumulate={c.accumulate}"
+            " cuts it into parts; nearest legal compute.accumulate=1, or routing.balance=quantile"
+        )
     if run.mesh.context != 1:
         raise ValueError(
             f"mesh.context={run.mesh.context} can be planned but not yet trained by this version; nearest legal 1, with"
