@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: fl
         raise ValueError(f"run {log.name!r} has no checkpoint yet; training it makes one")
     corpus = tokens_store.open_store(tokens_store.corpus_folder(home, run.data.corpus))
     mesh = meshes.make(run)
+    compute = replace(run.compute, params="fp32", masters="device", optimizer_state="device")  # as checkpoints hold weights
     with jax.set_mesh(mesh), checkpoint.opened(log.folder, keep=None) as saved:
-        state, _ = checkpoint.restore(saved, steps.abstract(run, mesh), set_aside=False)
+        state, _ = checkpoint.restore(saved, steps.abstract(replace(run, compute=compute), mesh), set_aside=False)
     assert state is not None
     yield from sample(run, state, corpus, prompt, tokens=tokens, temperature=temperature, seed=seed)
 
