@@ -62,7 +62,11 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens are balanced over experts and how they travel to them."""
+    """How tokens are balanced over experts and how they travel to them.
+
+    `waves` divides a rank's experts. With `pooled_wave` every wave serves all of them, each with its part of the
+    pools; with `ragged` a wave is a chunk, so many of the experts, which share one buffer.
+    """
 
     balance: Literal["quantile", "aux_loss", "sign_bias"]
     histogram_bins: int

@@ -364,5 +364,5 @@ def test_no_scatter_moves_activations(pocket, capacity):
 
 
 def test_a_transport_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="'ring' is not built yet.*dense, local, pooled_wave, ragged; nearest legal"):
+    with pytest.raises(ValueError, match=r"'ring' is not built yet.*dense, local, pooled_wave, ragged; nearest legal"):
         exchange.transport("ring")

@@ -38,6 +38,7 @@ def test_launch_form_and_later_form_differ_in_placement_and_transport_alone():
     changed = spec.difference(marin_535b.run(), marin_535b.ragged())
     assert changed == {
         "routing.exchange": ("pooled_wave", "ragged"),
+        "routing.waves": (3, 2),
         "compute.params": ("bf16", "fp32"),
         "compute.masters": ("pinned_host", "device"),
     }

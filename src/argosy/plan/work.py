@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from argosy import spec
 from argosy.plan import flops
 
-RAGGED_CHUNKS = 2  # the reference's ragged transport serves its local experts in two halves (expert_parallel A2)
 NEWTON_SCHULZ_STEPS = 5
 # Packed documents hide most of a long sequence from a token: the share of tokens whose document is longer than n is
 # 1 up to this length and then falls as 1/n. Fitted to the ratio of the two published context costs (bench/plan.py).
@@ -76,7 +75,7 @@ def rows(run: spec.Run) -> tuple[float, float]:
 
 def expert_chunks(run: spec.Run) -> int:
     """Into how many parts, one after another, a device's expert rows are cut."""
-    return {"pooled_wave": run.routing.waves, "ragged": RAGGED_CHUNKS}.get(run.routing.exchange, 1)
+    return run.routing.waves if run.routing.exchange in ("pooled_wave", "ragged") else 1
 
 
 def keys_seen(run: spec.Run) -> dict[bool, float]:

@@ -75,7 +75,7 @@ def ragged() -> Run:
     them to pinned host memory, which left 116.5 GiB (#8753).
     """
     launch = recipe("marin-535b/ragged", HERO, mesh=_racks(HERO), compute=replace(LAUNCH, params="fp32", masters="device"))
-    return replace(launch, routing=replace(launch.routing, exchange="ragged"))
+    return replace(launch, routing=replace(launch.routing, exchange="ragged", waves=2))  # two halves of 3 experts (#8549)
 
 
 def rung(width: int) -> Run:
