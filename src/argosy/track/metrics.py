@@ -79,6 +79,8 @@ METRICS = (
     Metric("moe/drop_fraction", "share", "dropped over valid assignments", "drops", "all"),
     Metric("moe/sender_drop_fraction", "share", "dropped for lack of room at the sender", "drops", "at the sender"),
     Metric("moe/receiver_drop_fraction", "share", "dropped for lack of room at the receiver", "drops", "at the receiver"),
+    Metric("moe/accepted_share_lowest", "share", "accepted over valid assignments of the device that fared worst in a layer", "", "worst device"),
+    Metric("moe/accepted_share_highest", "share", "accepted over valid assignments of the device that fared best in a layer", "", "best device"),
     Metric("moe/dropped_assignments", "pairs", "token-expert pairs dropped in the update, all layers", "", "dropped"),
     Metric("moe/cell_load_histogram/bin_<i>", "share", "cells (one shard's rows for one expert) by load over their shard's mean, all layers: bin 0 is below 2^-7/4, each next a factor 2^1/4 on", "", "bin <i>"),
     Metric("data/documents_per_shard", "documents", "documents in one shard's tokens, mean over shards", "documents", "documents"),

@@ -27,6 +27,13 @@ class Ledger(NamedTuple):
     padding: Int[Array, ""]
 
 
+class Fairness(NamedTuple):
+    """How evenly shards were served, over those that had a valid assignment; 1 and 0 where none had."""
+
+    accepted_lowest: Float[Array, ""]  # smallest accepted share of a shard's valid assignments; float32
+    accepted_highest: Float[Array, ""]
+
+
 class Ranks(NamedTuple):
     """The order of assignments within their experts: flat token-major, so that earlier tokens win."""
 
@@ -91,6 +98,14 @@ def ledger(valid: Bool[Array, "T"], k: int, sender_dropped: Int[Array, ""], rece
     return Ledger(
         assignments, good, good - sender_dropped - receiver_dropped, sender_dropped, receiver_dropped, assignments - good
     )
+
+
+def fairness(mine: Ledger, axes: tuple[str, ...]) -> Fairness:
+    """What the shards' own ledgers, along the mesh axes `axes`, say of each other."""
+    share = mine.accepted.astype(jnp.float32) / jnp.maximum(mine.valid, 1).astype(jnp.float32)
+    ends = jnp.where(mine.valid > 0, jnp.stack([share, -share]), jnp.array([1.0, 0.0]))
+    lowest, highest = jax.lax.pmin(ends, axes)  # one collective
+    return Fairness(lowest, -highest)
 
 
 # ---- moving rows: each is the other's transpose, both are gathers -------------------------------
