@@ -15,7 +15,7 @@ from argosy import leaf, spec
 from argosy import mesh as meshes
 from argosy.batch import Batch
 from argosy.leaf import Leaf
-from argosy.model import parts, transformer
+from argosy.model import exchange, parts, transformer
 from argosy.train import host, optimizer, schedule
 
 
@@ -177,7 +177,8 @@ def _accumulated(run: spec.Run, state: State, batch: Batch) -> tuple[transformer
     empty = jax.tree.map(nothing, shapes)
     bounds = jnp.full((run.model.layers,), jnp.inf, jnp.float32)
     no_tokens = empty.layers.routing._replace(margin_min=bounds, margin_max=-bounds)
-    start = empty._replace(layers=empty.layers._replace(routing=no_tokens))
+    no_shards = empty.layers.fairness._replace(accepted_lowest=jnp.ones_like(bounds))
+    start = empty._replace(layers=empty.layers._replace(routing=no_tokens, fairness=no_shards))
     (out, grads), _ = jax.lax.scan(add, (start, jax.tree.map(partial(nothing, dtype=jnp.float32), grads)), split_batch)
 
     def whole(stats: Any, part: parts.Part, bias: Array) -> Array:
@@ -211,7 +212,11 @@ def _joined(run: spec.Run, a: transformer.Losses, b: transformer.Losses) -> tran
     joined = jax.shard_map(layers, in_specs=(P(), kept_spec, P(), kept_spec), out_specs=(P(), kept_spec))
     routing, part = joined(a.layers.routing, a.layers.part, b.layers.routing, b.layers.part)
     ledger = jax.tree.map(jnp.add, a.layers.ledger, b.layers.ledger)
-    reports = b.layers._replace(ledger=ledger, routing=routing, part=part)
+    one, two = a.layers.fairness, b.layers.fairness
+    fairness = exchange.Fairness(
+        jnp.minimum(one.accepted_lowest, two.accepted_lowest), jnp.maximum(one.accepted_highest, two.accepted_highest)
+    )
+    reports = b.layers._replace(ledger=ledger, fairness=fairness, routing=routing, part=part)
     return transformer.Losses(jax.tree.map(jnp.add, a.sums, b.sums), a.aux + b.aux, reports)
 
 
