@@ -10,6 +10,9 @@ from argosy import spec
 BATCH = spec.BATCH_AXES  # a batch's sequences are divided over these axes
 FSDP = ("data", "expert")  # attention, shared, latent and readout weights are divided over these
 
+# The parts (`Leaf.part`) that may be whole on every device; every other leaf is divided over `expert` or `FSDP`.
+MAY_REPLICATE = ("embed", "router", "norm", "conv")  # norm: the gains; the low-rank gates are divided
+
 B_S = P(BATCH, "context")  # tokens, labels, masks
 B_S_D = P(BATCH, "context", None)  # activations
 
