@@ -47,7 +47,7 @@ class Shape:
     experts: int
     chosen: int  # experts per token
     tokens: int  # of one sender
-    documents: float  # of one sender, of equal length: (sum of lengths)^2 / (sum of squared lengths) of unequal ones
+    documents: float | int  # of one sender, of equal length: (sum of lengths)^2 / (sum of squared lengths) of unequal ones
 
 
 class Capacity(NamedTuple):
@@ -74,7 +74,7 @@ class Drops(NamedTuple):
 # ---- loads ---------------------------------------------------------------------------------------
 
 
-def weights(documents: float) -> Floats:
+def weights(documents: float | int) -> Floats:
     """Lengths of whole and one shorter document that count as `documents` equal ones; their sum is 1.
 
     >>> weights(2.0).tolist(), round(float(1 / (weights(2.5) ** 2).sum()), 6)
@@ -88,19 +88,26 @@ def weights(documents: float) -> Floats:
     return lengths / lengths.sum()
 
 
-def _shares(rng: np.random.Generator, size: tuple[int, ...], shape: Shape, alpha: float) -> Floats:
-    """Expert shares of documents [..., E], none above 1/K but by rounding."""
+def _shares(rng: np.random.Generator, size: tuple[int, ...], shape: Shape, alpha: float | int) -> Floats:
+    """Expert shares of documents [..., E], none above 1/K: what is above is given to the others, in their proportions."""
     p = np.maximum(rng.standard_gamma(alpha, (*size, shape.experts), dtype=np.float32), np.float32(1e-30)).astype(np.float64)
     p /= p.sum(-1, keepdims=True)
-    for _ in range(4):
-        if p.max() <= 1.001 / shape.chosen:
+    most = 1 / shape.chosen
+    if shape.chosen == shape.experts:
+        return np.full_like(p, most)
+    for _ in range(shape.chosen):  # each time at least one more expert is full
+        above = p.max(-1) > most * (1 + 1e-9)
+        if not above.any():
             break
-        np.minimum(p, 1 / shape.chosen, out=p)
-        p /= p.sum(-1, keepdims=True)
+        rows = p[above]
+        full = rows >= most * (1 - 1e-9)
+        rest = np.where(full, 0.0, rows)
+        left = 1 - most * full.sum(-1, keepdims=True)
+        p[above] = np.where(full, most, rest * left / rest.sum(-1, keepdims=True))
     return p
 
 
-def loads(rng: np.random.Generator, exchanges: int, shape: Shape, alpha: float) -> Floats:
+def loads(rng: np.random.Generator, exchanges: int, shape: Shape, alpha: float | int) -> Floats:
     """Relative loads [exchange, sender, expert] of simulated cells, mean 1.
 
     The noise of rows is normal, with the variance of tokens that take expert e with probability K p_e, and each sender's
@@ -147,10 +154,10 @@ def dropped(x: Floats, shape: Shape, transport: Transport, capacity: Capacity) -
     pools = x.reshape(len(x), ranks, ranks, local)
     if transport == "pooled_wave":
         full = pools.mean(-1)
-        cap = capacity_rows(capacity.sender, mine / ranks, capacity.waves, mine)
-        kept = pools * np.minimum(1.0, cap / np.maximum(full, 1e-30))[..., None]
-        cap = capacity_rows(capacity.receiver, mine / local, capacity.waves, mine * ranks)
-        return _over(full, cap), _over(kept.mean(1), cap)
+        pool = capacity_rows(capacity.sender, mine / ranks, capacity.waves, mine)
+        rows = capacity_rows(capacity.receiver, mine / local, capacity.waves, mine * ranks)
+        kept = pools * np.minimum(1.0, pool / np.maximum(full, 1e-30))[..., None]
+        return _over(full, pool), _over(kept.mean(1), rows)
     received = pools.mean(1)  # exchange, receiver, local expert
     refused = zero
     for chunk in np.array_split(received, min(capacity.waves, local), -1):

@@ -260,7 +260,7 @@ def _drops(drops: dict) -> RenderableType:
     lengths = _lengths(drops["by_seq_len"])
     table = _table(("", "left"), ("", "left"), *((f"{name} ", "right") for name, _ in lengths))
     documents = (f"{row['documents_per_shard']:,.4g} " for _, row in lengths)
-    table.add_row(*(Text(cell, "dim") for cell in ("documents per device", "", *documents)))
+    table.add_row(*(Text(cell, "dim") for cell in ("documents", "per device", *documents)))
     for name in lengths[0][1]["transports"]:
         own = name == drops["own"]
         label, first = name.replace("_", " "), True
