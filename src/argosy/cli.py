@@ -1,8 +1,11 @@
 """The command line. Each command is one function; what it prints as a table it also prints with `--json`."""
 
+import itertools
 import json as jsonlib
 import os
+import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from errno import ENOSPC
@@ -22,6 +25,7 @@ As = Annotated[str, arg(name="as", metavar="RUN")]
 Json = Annotated[bool, FlagCreatePairsOff, arg(name="json")]
 Flag = Annotated[bool, FlagCreatePairsOff]
 Linked = Annotated[join.Link, OmitArgPrefixes]
+ALONE = join.Link()
 
 HOME = Path(os.environ.get("ARGOSY_HOME") or "voyages")
 
@@ -70,7 +74,7 @@ def voyage(
     home: Path = HOME,
     port: int = 8700,
     checkpoint_every: float = 60.0,
-    link: Linked = join.Link(),
+    link: Linked = ALONE,
     json: Json = False,
 ) -> None:
     """The main job, whole: plan, data, train, evaluate, summarise, with a live page.
@@ -106,7 +110,7 @@ def train(
     home: Path = HOME,
     stop_after: int | None = None,
     checkpoint_every: float = 60.0,
-    link: Linked = join.Link(),
+    link: Linked = ALONE,
     json: Json = False,
 ) -> None:
     """The training alone; a second call goes on from the last checkpoint.
@@ -321,7 +325,7 @@ def diff(a: Name, b: Name, /, home: Path = HOME, json: Json = False) -> None:
 
 @launch.command
 def local(
-    command: Annotated[tuple[str, ...], Positional] = (),
+    command: Annotated[str, Positional] = "",
     /,
     processes: int = 2,
     devices_per_process: int = 4,
@@ -335,8 +339,9 @@ def local(
     """
     from argosy.launch import local as launching
 
-    launching.check(command, processes, devices_per_process)
-    status = launching.run(widened(command, processes * devices_per_process), processes, devices_per_process)
+    words = shlex.split(command)  # main has put all after "--" into one word
+    launching.check(words, processes, devices_per_process)
+    status = launching.run(widened(words, processes * devices_per_process), processes, devices_per_process)
     if status:
         sys.exit(status)
 
@@ -348,7 +353,7 @@ def widened(command: Sequence[str], devices: int) -> list[str]:
     words = list(command)
     if words[0] == "sample" or len(words) < 2 or any(w.startswith("mesh.") for w in words):
         return words
-    settings = [w for flag, w in zip(words, words[1:], strict=False) if flag == "--set"]
+    settings = [w for flag, w in itertools.pairwise(words) if flag == "--set"]
     more = launching.widened(resolve(words[1], settings, None), devices)
     if more:
         print(f"argosy: a recipe for one device, on {devices}: --set {' '.join(more)} is added", file=sys.stderr, flush=True)
@@ -364,7 +369,7 @@ def sample(
     temperature: float = 0.7,
     seed: int = 0,
     home: Path = HOME,
-    link: Linked = join.Link(),
+    link: Linked = ALONE,
 ) -> None:
     """Text from a run's last checkpoint, dropless.
 
@@ -391,27 +396,35 @@ def sample(
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: a user's mistake ends with exit status 2 and a plain sentence, never a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
-    known = ("voyage", "train", "new", "plan", "data", "serve", "runs", "show", "diff", "sample")
+    known = ("voyage", "train", "new", "plan", "data", "serve", "runs", "show", "diff", "sample", "launch")
+    if args[:1] == ["launch"] and "--" in args:
+        cut = args.index("--")
+        args = [*args[:cut], shlex.join(args[cut + 1 :])]
     try:
         if args and not args[0].startswith("-") and args[0] not in known:
             raise ValueError(f"unknown command {args[0]!r}; nearest: {', '.join(spec.nearest(args[0], known))}")
         app.cli(prog="argosy", description="Plan, train and publish a sparse mixture-of-experts run.", args=args)
-    except ValueError as error:
-        fail(str(error), 2)
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        hint = (
-            "; what was saved before is intact, and the same command goes on once there is room"
-            if error.errno == ENOSPC
-            else ""
-        )
-        fail(f"{error.strerror or error}{where}{hint}", 1)
     except KeyboardInterrupt:
         fail("interrupted", 130)
+    except Exception as error:
+        if join.lost(error):
+            first = (str(error).strip().splitlines() or [""])[0]
+            fail(f"another process of the run ended or cannot be reached, so this one ends too ({first[:160]})", 1)
+        if isinstance(error, ValueError):
+            fail(str(error), 2)
+        if isinstance(error, OSError):
+            where = f": {error.filename}" if error.filename else ""
+            room = "; what was saved before is intact, and the same command goes on once there is room"
+            fail(f"{error.strerror or error}{where}{room if error.errno == ENOSPC else ''}", 1)
+        if join.several():
+            traceback.print_exc()
+            join.leave(1)
+        raise
 
 
 def fail(message: str, status: int) -> None:
-    print(f"argosy: {message}", file=sys.stderr)
+    print(f"argosy: {message}", file=sys.stderr, flush=True)
+    join.leave(status)
     sys.exit(status)
 
 

@@ -23,10 +23,13 @@ def sizes(run: spec.Run) -> tuple[int, ...]:
 
 
 def make(run: spec.Run) -> Mesh:
-    """The run's mesh over this process group's devices, axes Explicit.
+    """The run's mesh over the devices of all its processes, axes Explicit.
+
+    Devices are taken rack by rack, process by process, and `expert` is the innermost axis, so that what the experts
+    exchange stays inside a process or a rack where it fits there.
 
     Raises:
-        ValueError: if the run asks for more devices than there are.
+        ValueError: if the run asks for more devices than there are, or leaves some of several processes' devices out.
     """
     need, have = spec.devices(run), jax.device_count()
     if need > have:
@@ -34,7 +37,14 @@ def make(run: spec.Run) -> Mesh:
             f"the run's mesh needs {need} devices (replica x data x context x expert = {' x '.join(map(str, sizes(run)))}),"
             f" this machine has {have}; nearest legal: --set mesh.replica={max(1, have)} with the others 1"
         )
-    chosen = np.asarray(jax.devices()[:need]).reshape(sizes(run))
+    if need != have and jax.process_count() > 1:
+        raise ValueError(
+            f"the run's mesh needs {need} devices (replica x data x context x expert = {' x '.join(map(str, sizes(run)))}),"
+            f" {jax.process_count()} processes have {have}, and each has to take part; nearest legal: --set mesh.replica="
+            f"{have // (need // run.mesh.replica) or have}"
+        )
+    placed = sorted(jax.devices(), key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
+    chosen = np.asarray(placed[:need]).reshape(sizes(run))
     return Mesh(chosen, spec.AXES, axis_types=(AxisType.Explicit,) * 4)
 
 
@@ -49,3 +59,18 @@ def gather(w: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     The gradient comes back summed over the batch in that dtype, then in the weight's own dtype and sharding.
     """
     return jax.sharding.reshard(w.astype(dtype), P())
+
+
+def whole(w: jax.Array, parts: P, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Inside `shard_map`: the weight of which this device was given its part by `parts`, in the dtype of a product.
+
+    Cast first, so that fewer bytes travel. The gradient is scattered to the devices that hold the parts, summed on the
+    way, and only then summed over those that hold the same part: all in that dtype, and no device receives what it
+    does not keep.
+    """
+    used = [axis for part in parts for axis in ((part,) if isinstance(part, str) else part or ())]
+    w = jax.lax.pcast(w.astype(dtype), tuple(axis for axis in spec.AXES if axis not in used), to="varying")
+    for dim, part in enumerate(parts):
+        if part is not None:
+            w = jax.lax.all_gather(w, part, axis=dim, tiled=True)
+    return w

@@ -4,6 +4,8 @@ The ladder and its forecast take their place between data and training; the verd
 """
 
 import contextlib
+import hashlib
+import json
 import statistics
 import sys
 import time
@@ -21,51 +23,119 @@ from argosy.track import log as logs
 from argosy.track import provenance, server, store
 
 
-def whole(run: spec.Run, host: spec.Host, *, json: bool = False) -> dict[str, Any]:
+def whole(run: spec.Run, host: spec.Host, *, as_json: bool = False) -> dict[str, Any] | None:
     """Plan, build the data if missing, train to the end, evaluate; return the summary that is also printed.
 
     The page is served while it lasts; its address is the first thing printed. Interrupted, the same call goes on.
+    With several processes this is process 0's; the others return None.
     """
-    out = Console(stderr=json, highlight=False)
+    from argosy import processes
+
+    out = Console(stderr=as_json, highlight=False)
     planned = begin(run, host)
+    if not processes.first():
+        train(run, host)
+        return None
     with server.serve(host.home, host.name, host.port) as address:
         out.print(f"[bold]{host.name}[/bold]  live page: [link={address}]{address}[/link]")
         report.show(planned, out)
         train(run, host)
         result = summary(host)
-        if not json:
+        if not as_json:
             show_summary(result, out)
     return result
 
 
-def begin(run: spec.Run, host: spec.Host) -> dict[str, Any]:
+def begin(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> dict[str, Any]:
     """Make the run's folder, or find it there with the same values; return the plan.
 
     Raises:
-        ValueError: when the run exists with other values, or needs what this version or machine has not.
+        ValueError: when the run exists with other values, or needs what this version or machine has not; when processes
+            were started with different values, or do not share the folder.
     """
+    from argosy import processes
     from argosy.train import loop
 
+    same_command(run, host, stop_after)
     loop.ready(run)
     planned = sheet.plan(run)
-    store.create(host.folder, spec.to_json(run), provenance.code(), environment=provenance.environment(), plan=planned)
+    about = {"environment": provenance.environment(), "plan": planned}
+    processes.on_first(lambda: store.create(host.folder, spec.to_json(run), provenance.code(), **about))
+    processes.together(lambda: shared(host))
     return planned
+
+
+def same_command(run: spec.Run, host: spec.Host, stop_after: int | None) -> None:
+    """Refuse processes that were started with different values or have different code; each says the difference."""
+    from argosy import processes
+
+    if processes.alone():
+        return
+    code = provenance.code()["sources"]
+    mine = {**logs.flat(spec.to_json(run)), "--as": host.name, "--stop-after": stop_after, "the code's checksum": code}
+    digests = processes.exchange(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    told = processes.exchange(mine)
+    other = next(n for n, digest in enumerate(digests) if digest != digests[0])
+    changed = [f"{k} is {told[other].get(k)}, not {told[0].get(k)}" for k in sorted({*told[0], *told[other]})
+               if told[0].get(k) != told[other].get(k)]  # fmt: skip
+    raise ValueError(
+        f"process {other} of {len(told)} was not started as process 0 was: {'; '.join(changed[:6])}; start all with one command"
+    )
+
+
+def shared(host: spec.Host) -> None:
+    """Refuse a process that does not see what process 0 has made.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    if not (host.folder / "run.json").is_file():
+        raise ValueError(
+            f"{host.folder}, which process 0 has just made, is not there; --home has to be on storage that all processes share"
+        )
 
 
 def corpus(run: spec.Run, host: spec.Host) -> Any:
     """The run's corpus, whole and unchanged; the standard library's is built if it is missing.
 
+    With several processes, process 0 builds and verifies it; the others find the same one, there or in a copy of their own.
+
     Raises:
-        ValueError: when its name is none, when it is missing and no recipe is known for it, or damaged, or too small for the run.
+        ValueError: when its name is none, when it is missing and no recipe is known for it, or damaged, or too small for
+            the run, or not the same in all processes.
     """
-    from argosy.data import mixture, prepare, tokens
+    from argosy import processes
+    from argosy.data import tokens
+
+    processes.on_first(lambda: build_missing(run, host))
+    opened = processes.together(lambda: open_corpus(run, host, verify=processes.first()))
+    checksums = processes.exchange(opened.checksum)
+    for process, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise ValueError(
+                f"process {process} of {len(checksums)} has another corpus {run.data.corpus!r} than process 0: checksum"
+                f" {checksum[:16]}, not {checksums[0][:16]}; copy {tokens.corpus_folder(host.home, run.data.corpus)} there"
+            )
+    return opened
+
+
+def build_missing(run: spec.Run, host: spec.Host) -> None:
+    """Build the standard library's corpus where it is wanted and missing."""
+    from argosy.data import prepare, tokens
+
+    if run.data.corpus == prepare.STDLIB and not tokens.corpus_folder(host.home, prepare.STDLIB).exists():
+        prepare.build(prepare.STDLIB, (), host.home)
+
+
+def open_corpus(run: spec.Run, host: spec.Host, verify: bool) -> Any:
+    from argosy.data import mixture, tokens
 
     name, folder = run.data.corpus, tokens.corpus_folder(host.home, run.data.corpus)
     if not folder.exists():
-        if name != prepare.STDLIB:
-            raise ValueError(f"corpus {name!r} is not in {folder.parent}; make it: argosy data build FILES... --name {name}")
-        prepare.build(name, (), host.home)
-    opened = tokens.open_store(folder, verify=True)
+        raise ValueError(f"corpus {name!r} is not in {folder.parent}; make it: argosy data build FILES... --name {name}")
+    opened = tokens.open_store(folder, verify=verify)
     if not opened.held_out_sources:
         raise ValueError(
             f"corpus {name!r} holds no text out: none of its sources ({', '.join(opened.sources)}) has two documents;"
@@ -79,21 +149,62 @@ def corpus(run: spec.Run, host: spec.Host) -> Any:
 def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None:
     """Train a run whose folder exists, from its last checkpoint; everything that happens goes into its log.
 
+    With several processes all call this alike; process 0 alone writes.
+
     Raises:
         ValueError: when the corpus is not the one that the run began with, or the run cannot go on.
         OSError: when the disk refuses; the last checkpoint is intact.
     """
-    opened = corpus(run, host)
-    same_corpus(host, opened)
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str((host.home / "cache").absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    from argosy import processes
     from argosy.evals import heldout
     from argosy.train import checkpoint, loop
 
-    at = checkpoint.latest_step(host.folder)
+    opened = corpus(run, host)
+    jax.config.update("jax_compilation_cache_dir", str((host.home / "cache").absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     evaluate = heldout.evaluator(run, opened)
+    at = processes.on_first(lambda: checkpoint.latest_step(host.folder))
+    with contextlib.ExitStack() as stack:
+        writer = processes.together(lambda: stack.enter_context(log_of(run, host, opened, at)) if processes.first() else None)
+        progress = stack.enter_context(progress_of(run, at)) if writer else nothing
+        record = writer.record if writer else nothing
+        state = loop.train(
+            run,
+            host,
+            opened,
+            record=record,
+            event=partial(happened, writer.event) if writer else nothing,
+            evaluate=evaluate,
+            progress=progress,
+            stop_after=stop_after,
+        )
+        done = int(state.step)
+        if processes.on_first(lambda: done == spec.steps(run) and not scored_whole(host)):
+            if writer:
+                print("scoring all held-out text", file=sys.stderr, flush=True)
+            record(done, evaluate(state, whole=True))
+        if writer:
+            writer.close("done" if done == spec.steps(run) else "stopped")
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What the processes beside process 0 do with rows and events."""
+
+
+def scored_whole(host: spec.Host) -> bool:
+    return any(m.startswith("eval_whole/") for m in logs.read(host.folder).metrics)
+
+
+@contextlib.contextmanager
+def log_of(run: spec.Run, host: spec.Host, opened: Any, at: int) -> Iterator[store.Writer]:
+    """The run's log, opened for an attempt that begins after `at` updates; where the run comes from is noted in it once.
+
+    Raises:
+        ValueError: when another process writes to it, or the run began on another corpus.
+    """
+    same_corpus(host, opened)
     with store.open_writer(host.folder, at, code=provenance.code()) as writer:
         began = logs.read(host.folder)
         if not any(e["kind"] == "baseline_whole" for e in began.events):
@@ -102,22 +213,7 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
             writer.event("baseline_whole", at, **{s: opened.gzip_bits_per_byte(s) for s in opened.held_out_sources})
         if not any(r["kind"] == "corpus" for r in began.lineage):
             writer.lineage("corpus", at, name=run.data.corpus, checksum=opened.checksum, ledger=opened.ledger)
-        with progress_of(run, at) as progress:
-            state = loop.train(
-                run,
-                host,
-                opened,
-                record=writer.record,
-                event=partial(happened, writer.event),
-                evaluate=evaluate,
-                progress=progress,
-                stop_after=stop_after,
-            )
-        done = int(state.step)
-        if done == spec.steps(run) and not any(m.startswith("eval_whole/") for m in logs.read(host.folder).metrics):
-            print("scoring all held-out text", file=sys.stderr, flush=True)
-            writer.record(done, evaluate(state, whole=True))
-        writer.close("done" if done == spec.steps(run) else "stopped")
+        yield writer
 
 
 def happened(record: Callable[..., None], kind: str, step: int, **fields: Any) -> None:

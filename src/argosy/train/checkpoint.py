@@ -12,6 +12,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from argosy import processes
+
 
 @contextlib.contextmanager
 def opened(folder: Path, keep: int | None) -> Iterator[ocp.CheckpointManager]:
@@ -30,9 +32,12 @@ def opened(folder: Path, keep: int | None) -> Iterator[ocp.CheckpointManager]:
     try:
         yield manager
         finish(manager)
-    finally:
-        with contextlib.suppress(Exception):  # a save that failed has been told already
-            manager.close()
+    except BaseException:
+        if processes.alone():  # else closing waits for processes that may be gone; this one is about to end as well
+            with contextlib.suppress(Exception):  # a save that failed has been told already
+                manager.close()
+        raise
+    manager.close()
 
 
 def latest_step(folder: Path) -> int:
@@ -97,20 +102,21 @@ def restore(manager: ocp.CheckpointManager, like: Any, *, set_aside: bool) -> tu
     `like` is a tree of `jax.ShapeDtypeStruct` with shardings: a checkpoint may be restored on another mesh. One that
     does not restore is moved to `broken/` if `set_aside`, so that it does not block the next save of its step.
 
+    With several processes one that restores in all of them is taken, the same in each.
+
     Raises:
         ValueError: when there are checkpoints and none restores, as when the code changed its parameters; nothing is moved.
     """
     failed: dict[int, str] = {}
-    for step in sorted(manager.all_steps(), reverse=True):
-        try:
-            state = manager.restore(step, args=ocp.args.StandardRestore(like))
-        except Exception as error:  # Orbax raises whatever its backends raise
-            failed[step] = _line(error)
+    for step in processes.on_first(lambda: sorted(manager.all_steps(), reverse=True)):
+        state, why = _read(manager, step, like)
+        if bad := next(((n, w) for n, w in enumerate(processes.exchange(why)) if w), None):
+            failed[step] = bad[1] if processes.alone() else f"process {bad[0]}: {bad[1]}"
             continue
         lines = [f"checkpoint of step {s:,} does not restore ({why}); went on from step {step:,}" for s, why in failed.items()]
-        if set_aside:
-            for s in failed:
-                _set_aside(manager, s)
+        if set_aside and failed:
+            processes.on_first(lambda: _set_aside(manager, list(failed)))
+            manager.reload()
         return state, lines
     if failed:
         told = "; ".join(f"step {s:,}: {why}" for s, why in failed.items())
@@ -121,8 +127,20 @@ def restore(manager: ocp.CheckpointManager, like: Any, *, set_aside: bool) -> tu
     return None, []
 
 
-def _set_aside(manager: ocp.CheckpointManager, step: int) -> None:
+def _read(manager: ocp.CheckpointManager, step: int, like: Any) -> tuple[Any | None, str | None]:
+    """This process's part of a checkpoint, or why it does not restore.
+
+    The handler alone, without the manager around it, which would leave the other processes waiting where one fails.
+    """
+    try:
+        folder = Path(manager.directory) / f"step_{step}" / "default"
+        return ocp.StandardCheckpointHandler().restore(folder, args=ocp.args.StandardRestore(like)), None
+    except Exception as error:  # Orbax raises whatever its backends raise
+        return None, _line(error)
+
+
+def _set_aside(manager: ocp.CheckpointManager, steps: list[int]) -> None:
     aside = Path(manager.directory).parent / "broken"
     aside.mkdir(exist_ok=True)
-    (Path(manager.directory) / f"step_{step}").rename(aside / f"step_{step}-{len(list(aside.iterdir()))}")
-    manager.reload()
+    for step in steps:
+        (Path(manager.directory) / f"step_{step}").rename(aside / f"step_{step}-{len(list(aside.iterdir()))}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import platform
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from argosy import heap, spec
+from argosy import heap, processes, spec
 from argosy import mesh as meshes
 from argosy.data import loader
 from argosy.model import exchange
@@ -44,7 +45,8 @@ def train(
     `record(step, row)` takes the metrics once `step` updates are finished, `event(kind, step, **fields)` what
     happened, `evaluate(state)` gives held-out metrics, `progress(step, row)` is told of every update.
     `stop_after` ends the call once the run has that many finished updates; SIGTERM and SIGINT end it after the
-    update under way. Either way a checkpoint is written first.
+    update under way. Either way a checkpoint is written first. With several processes a signal to any of them ends
+    all after the same update, process 0's clock decides when to save, and all call this with the same values.
 
     Raises:
         ValueError: when the run needs what this machine or this version does not have.
@@ -57,6 +59,7 @@ def train(
     mesh = meshes.make(run)
     end = min(spec.steps(run), stop_after or spec.steps(run))
     peak = peak_flops(run)
+    processes.wait()  # what process 0 has done alone so far may have taken long
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         saved = stack.enter_context(checkpoint.opened(host.folder, host.keep_checkpoints))
@@ -71,20 +74,24 @@ def train(
         else:
             state = steps.resumed(run, state)
         done = saved_at = int(state.step)
-        train_step = steps.compiled(run)
+        train_step: Any = None
         batches = stack.enter_context(loader.prefetch(run, corpus, mesh, done, end))
 
-        clock = Clock(run, peak)
+        clock, vote = Clock(run, peak), processes.voting(mesh)
         unread: tuple[int, steps.Stats] | None = None
-        while done < end and not stopping:
+        while done < end:
+            stop, save = vote(bool(stopping), clock.since_save() >= host.checkpoint_every_s)
+            if stop:
+                break
             with clock.part("loading"):
                 batch = next(batches)
+            train_step = train_step or processes.compiled(steps.compiled(run), state, batch)
             state, stats = train_step(state, batch)
             if unread is not None:  # read one update behind, so that the device never waits for the log
                 note(run, *unread, clock, record, progress)
             done += 1
             unread = (done, stats)
-            saving = due_save(done, end, clock, host) or bool(stopping)
+            saving = done == end or save
             if due_evaluation(run, done) or saving:
                 note(run, *unread, clock, record, progress)
                 unread = None
@@ -139,10 +146,6 @@ def due_evaluation(run: spec.Run, done: int) -> bool:
     total = spec.steps(run)
     every = Fraction(str(run.evals.every_frac)) * total  # the decimal as written: 0.07 of 100 updates is every 7th
     return done == total or done // every > (done - 1) // every
-
-
-def due_save(done: int, end: int, clock: "Clock", host: spec.Host) -> bool:
-    return done == end or clock.since_save() >= host.checkpoint_every_s
 
 
 def note(run: spec.Run, done: int, stats: steps.Stats, clock: "Clock", record: Any, progress: Any) -> None:
@@ -213,13 +216,16 @@ class Clock:
 
 
 def peak_flops(run: spec.Run) -> float:
-    """What all devices of the run could do, in FLOP/s, measured: the best of a few large square products on one device.
+    """What all devices of the run could do, in FLOP/s, measured by process 0: the best of a few large products on one device.
 
     In the precision of the run; 2,048 wide on a CPU (the machine's sgemm, which all its devices share), 8,192 elsewhere.
     """
+    machines = len(set(processes.exchange(platform.node())))
+    if not processes.first():
+        return math.inf  # it has no log to write the share of it into
     on_cpu = jax.default_backend() == "cpu"
     n = 2048 if on_cpu else 8192
-    with jax.set_mesh(jax.sharding.Mesh(np.asarray(jax.devices()[:1]), "x")):
+    with jax.set_mesh(jax.sharding.Mesh(np.asarray(jax.local_devices()[:1]), "x")):
         a = jnp.ones((n, n), jnp.bfloat16 if run.compute.precision == "bf16" else jnp.float32)
         product = jax.jit(jnp.matmul)
         product(a, a).block_until_ready()
@@ -228,7 +234,7 @@ def peak_flops(run: spec.Run) -> float:
             start = time.perf_counter()
             product(a, a).block_until_ready()
             best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best * (1 if on_cpu else spec.devices(run))
+    return 2 * n**3 / best * (machines if on_cpu else spec.devices(run))
 
 
 @contextlib.contextmanager
