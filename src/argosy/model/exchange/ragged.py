@@ -76,11 +76,12 @@ def ragged(
     rows = layout.dispatch(x, at)[0]
     back = _blank(assignments, x, load)
     for i, chunk in enumerate(chunks):
+        if i:
+            rows, back = lax.optimization_barrier((rows, back))  # a chunk waits for the one before: one buffer at a time
         part = jax.tree.map(lambda w, i=i: w[i * here // routing.waves : (i + 1) * here // routing.waves], p)
         buffer, rows = send(rows, chunk, most, i + 1 == len(chunks), by.move)
         buffer = products(part, checkpoint_name(buffer, layout.DISPATCHED), chunk.load, by.products)
         back = bring(buffer, back, chunk, by.move)
-        rows, back = lax.optimization_barrier((rows, back))  # the next chunk waits: one buffer at a time
     y = combine(back[None], weights, at).astype(x.dtype)
     return y, layout.ledger(valid, experts.shape[1], jnp.int32(0), jnp.sum(load - mine))
 
