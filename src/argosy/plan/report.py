@@ -173,6 +173,8 @@ KINDS = {
     "masters": "float32 masters",
     "optimizer_state": "optimizer state",
     "gradients": "gradients",
+    "accumulated": "gradients so far",
+    "margins": "counted margins",
     "saved": "saved for backward",
     "block": "the block at work",
     "gathered": "gathered weights",

@@ -17,6 +17,7 @@ NEWTON_SCHULZ_STEPS = 5
 DOCUMENT_TOKENS = 4096
 
 FSDP = ("attention", "head_gate", "latent", "shared", "gated_norm", "readout")  # divided over data x expert
+PLAIN = ("embed", "norm", "conv")  # float32 whatever compute.params is: read in float32, and stepped by Adam
 MATRICES = ("attention", "latent", "routed", "shared", "gated_norm")  # stepped by MuonH
 
 
@@ -103,7 +104,9 @@ def step(run: spec.Run) -> Work:
     return Work(
         products=t * (blocks + readout) + _newton_schulz(run),
         attention=t * _attention(run) * (3.5 if run.compute.remat == "none" else 4.5),
-        memory=t * (n * passes(run) * _block_traffic(run) + _readout_traffic(run)) + _update_traffic(run),
+        memory=t * (n * passes(run) * _block_traffic(run) + _readout_traffic(run))
+        + _weights_traffic(run)
+        + _update_traffic(run),
         expert=t * n * sides * sent * latent * size * apart,
         fsdp=_fsdp(run),
         context=_context(run),
@@ -154,6 +157,28 @@ def _readout_traffic(run: spec.Run) -> int:
     return 4 * 4 * run.model.vocab
 
 
+def low(run: spec.Run) -> float:
+    """Parameters that one device holds in bfloat16 with `compute.params=bf16`, and whose masters are apart."""
+    return sum(n for part, n in held(run).items() if part not in PLAIN)
+
+
+def weight_uses(run: spec.Run) -> int:
+    """How often a step needs each weight: forward, backward, and recomputation if any, for every part of the batch."""
+    return run.compute.accumulate * (2 if run.compute.remat == "none" else 3)
+
+
+def _weights_traffic(run: spec.Run) -> float:
+    """Bytes of rounding float32 weights before their products, and of adding up the gradients of the batch's parts."""
+    c, mine = run.compute, sum(held(run).values())
+    rounded = (4 + 2) * low(run) * weight_uses(run) if c.precision == "bf16" and c.params == "fp32" else 0.0
+    return rounded + (c.accumulate * (2 * 4 * mine + gradient_bytes(run)) if c.accumulate > 1 else 0.0)
+
+
+def gradient_bytes(run: spec.Run) -> float:
+    """Bytes of one device's gradients as the backward pass gives them: those of bfloat16 weights are bfloat16."""
+    return 4.0 * sum(held(run).values()) - (2.0 * low(run) if run.compute.params == "bf16" else 0.0)
+
+
 def _update_traffic(run: spec.Run) -> float:
     """Bytes of the optimizer's update: weights, state and gradients in float32, and the iterates."""
     mine = held(run)
@@ -196,8 +221,7 @@ def _fsdp(run: spec.Run) -> float:
     """Weights gathered once per forward-sized use, gradients scattered once, for each accumulation."""
     ways = run.mesh.data * run.mesh.expert
     whole = value_bytes(run) * sum(n for part, n in flops.params(run).items() if part in FSDP)
-    uses = 2 if run.compute.remat == "none" else 3
-    return run.compute.accumulate * uses * whole * (ways - 1) / ways
+    return weight_uses(run) * whole * (ways - 1) / ways
 
 
 def _context(run: spec.Run) -> float:
@@ -207,16 +231,16 @@ def _context(run: spec.Run) -> float:
 
 
 def _reduce(run: spec.Run) -> float:
-    """Bytes of summing gradients, in the compute dtype, over the devices that hold the same weights (ring)."""
+    """Bytes of summing gradients, in the compute dtype, over the devices that hold the same weights (ring), for each part."""
     total = 0.0
     for part, mine in held(run).items():
         copies = spec.devices(run) // divisor(run, part)
         total += 2 * (copies - 1) / copies * mine * value_bytes(run)
-    return total
+    return run.compute.accumulate * total
 
 
 def _host(run: spec.Run) -> float:
     """Bytes from pinned host memory to the device in a step; as many go back."""
     c = run.compute
-    masters = 4 * sum(held(run).values()) if c.params == "bf16" and c.masters == "pinned_host" else 0.0
+    masters = 4 * low(run) if c.params == "bf16" and c.masters == "pinned_host" else 0.0
     return masters + (4 * state_words(run) if c.optimizer_state == "pinned_host" else 0.0)
