@@ -73,17 +73,22 @@ def test_swiglu_and_its_gradients():
     check_with_gradient(experts.swiglu, plain_swiglu, routed(), normal(5, 5, 4, 6), normal(6, 5, 4))
 
 
+def placed(function):
+    """The function of weights and activations, these placed as every layer has them."""
+    return lambda p, x: function(p, jax.sharding.reshard(x, mesh.B_S_D))
+
+
 def test_shared_and_its_gradients(pocket):
     p = experts.Shared(normal(0, 3, 6, 4), normal(1, 3, 6, 4), normal(2, 3, 4, 6))
     with jax.set_mesh(mesh.make(pocket)):
-        check_with_gradient(experts.shared, plain_shared, p, normal(3, 2, 5, 6))
+        check_with_gradient(placed(experts.shared), plain_shared, p, normal(3, 2, 5, 6))
 
 
 def test_latent_projections_and_their_gradients(pocket):
     p = experts.Latent(normal(0, 6, 4), 1 + 0.3 * normal(1, 4), normal(2, 4, 6))
     with jax.set_mesh(mesh.make(pocket)):
-        check_with_gradient(experts.latent_down, plain_down, p, 0.01 * normal(3, 2, 5, 6))  # small: eps 1e-5 shows
-        check_with_gradient(experts.latent_up, lambda p, y: y @ p.up, p, normal(4, 2, 5, 4))
+        check_with_gradient(placed(experts.latent_down), plain_down, p, 0.01 * normal(3, 2, 5, 6))  # small: eps 1e-5 shows
+        check_with_gradient(placed(experts.latent_up), lambda p, y: y @ p.up, p, normal(4, 2, 5, 4))
 
 
 def test_bf16_follows_fp32():

@@ -1,5 +1,7 @@
 """Weights applied to every position, against numpy float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,3 +57,17 @@ def test_operands_are_in_the_dtype_of_the_input(pocket):
     assert y.dtype == jnp.bfloat16 and dw.dtype == jnp.float32
     np.testing.assert_array_equal(y.astype(jnp.float32), 4.0)  # the weight was rounded before the product
     np.testing.assert_array_equal(dw, 16.0)
+
+
+@pytest.mark.parametrize("parts", [P(mesh.FSDP, None), P(None, mesh.FSDP)])
+def test_gradient_of_a_divided_weight_is_scattered_and_only_its_parts_summed(pocket, parts):
+    """Fails when a device receives the summed gradient of what it does not keep."""
+    run = spec.override(pocket, ["mesh.replica=2", "mesh.data=2", "mesh.expert=2", "routing.exchange=dense"])
+    devices = mesh.make(run)
+    with jax.set_mesh(devices):
+        x = jax.ShapeDtypeStruct((8, 4, 16), jnp.bfloat16, sharding=NamedSharding(devices, mesh.B_S_D))
+        w = jax.ShapeDtypeStruct((16, 12), jnp.float32, sharding=NamedSharding(devices, parts))
+        text = jax.jit(jax.grad(lambda w, x: jnp.sum(linear(x, w)))).trace(w, x).lower().compile().as_text()
+    found = [(match[2], match[1]) for match in re.finditer(r"= \w+\[([\d,]+)\]\S* (all-\w+|reduce-scatter)\(", text)]
+    local = NamedSharding(devices, parts).shard_shape((16, 12))
+    assert found == [("reduce-scatter", f"{local[0]},{local[1]}"), ("all-reduce", f"{local[0]},{local[1]}")]

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from argosy import mesh, spec
 from argosy.leaf import Leaf
 from argosy.model import norm
+from argosy.model.linear import linear
 
 
 class Routed(NamedTuple):
@@ -93,24 +94,30 @@ def _hidden(g: jax.Array, u: jax.Array, scale: jax.Array | None = None) -> jax.A
 
 def shared(p: Shared, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     """The sum of the shared experts, (silu(x gate) * (x up)) down, in the dtype of `x`; weights are gathered first."""
-    gates, ups, downs = (jnp.unstack(mesh.gather(w, x.dtype)) for w in p)
-    y = jnp.zeros_like(x)
-    for gate, up, down in zip(gates, ups, downs, strict=True):
-        y = y + _out(jnp.einsum("bsd,dg->bsg", x, gate), jnp.einsum("bsd,dg->bsg", x, up), down)
-    return y
+    parts = [jax.typeof(w).sharding.spec for w in p]
+
+    def local(x: jax.Array, *p: jax.Array) -> jax.Array:
+        gates, ups, downs = (jnp.unstack(mesh.whole(w, part, x.dtype)) for w, part in zip(p, parts, strict=True))
+        rows = x.reshape(-1, x.shape[-1])
+        y = jnp.zeros_like(rows)
+        for gate, up, down in zip(gates, ups, downs, strict=True):
+            y = y + _out(rows @ gate, rows @ up, down)
+        return y.reshape(x.shape)
+
+    return jax.shard_map(local, in_specs=(mesh.B_S_D, *parts), out_specs=mesh.B_S_D)(x, *p)
 
 
 @partial(jax.checkpoint, prevent_cse=False)
-def _out(g: Float[Array, "B S G"], u: Float[Array, "B S G"], down: Float[Array, "G D"]) -> Float[Array, "B S D"]:
+def _out(g: Float[Array, "T G"], u: Float[Array, "T G"], down: Float[Array, "G D"]) -> Float[Array, "T D"]:
     """The second half of a shared expert; the hidden rows are computed again in the backward pass, not kept."""
-    return jnp.einsum("bsg,gd->bsd", _hidden(g, u), down)
+    return _hidden(g, u) @ down
 
 
 def latent_down(p: Latent, x: Float[Array, "B S D"]) -> Float[Array, "B S Z"]:
     """RMS(x down) * gain: what the routed experts see (reference_run 1.2; no gate follows this norm)."""
-    return norm.rms(jnp.einsum("bsd,dz->bsz", x, mesh.gather(p.down, x.dtype)), p.gain, norm.EPS)
+    return norm.rms(linear(x, p.down), p.gain, norm.EPS)
 
 
 def latent_up(p: Latent, y: Float[Array, "B S Z"]) -> Float[Array, "B S D"]:
     """The routed sum back in the model's width."""
-    return jnp.einsum("bsz,zd->bsd", y, mesh.gather(p.up, y.dtype))
+    return linear(y, p.up)

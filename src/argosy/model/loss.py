@@ -36,14 +36,16 @@ def loss(
     gradients, which the backward pass only scales: three products of T x D x V in all, none of them repeated.
     """
 
+    parts = jax.typeof(readout).sharding.spec
+
     def local(h, w, labels, valid):
         t = labels.size
-        w = lax.pcast(w, spec.AXES, to="varying")
+        w = mesh.whole(w, parts, h.dtype)
         sums = _sums(h.reshape(t, -1), w, labels.reshape(t), valid.reshape(t), z_weight, block_tokens)
         return tuple(lax.psum(x, spec.AXES) for x in (*sums, jnp.sum(valid, dtype=jnp.int32)))
 
-    sharded = jax.shard_map(local, in_specs=(mesh.B_S_D, P(), mesh.B_S, mesh.B_S), out_specs=P())
-    return Sums(*sharded(h, mesh.gather(readout, h.dtype), labels, valid))
+    sharded = jax.shard_map(local, in_specs=(mesh.B_S_D, parts, mesh.B_S, mesh.B_S), out_specs=P())
+    return Sums(*sharded(h, readout, labels, valid))
 
 
 def nll(
@@ -51,8 +53,11 @@ def nll(
 ) -> Float[Array, "B S"]:
     """Each token's negative log-likelihood in nats, float32: for evaluations, without z-loss or gradient."""
 
+    parts = jax.typeof(readout).sharding.spec
+
     def local(h, w, labels):
         t = labels.size
+        w = mesh.whole(w, parts, h.dtype)
 
         def one(_, xs):
             h, labels = xs
@@ -62,8 +67,8 @@ def nll(
         _, out = lax.scan(one, None, _blocks((h.reshape(t, -1), labels.reshape(t)), block_tokens))
         return out.reshape(-1)[:t].reshape(labels.shape)
 
-    sharded = jax.shard_map(local, in_specs=(mesh.B_S_D, P(), mesh.B_S), out_specs=mesh.B_S)
-    return sharded(h, mesh.gather(readout, h.dtype), labels)
+    sharded = jax.shard_map(local, in_specs=(mesh.B_S_D, parts, mesh.B_S), out_specs=mesh.B_S)
+    return sharded(h, readout, labels)
 
 
 def _blocks(arrays: tuple[jax.Array, ...], block: int) -> tuple[jax.Array, ...]:
