@@ -4,7 +4,7 @@ A part's loads, sums and margins are kept so that they add up: the bias of the w
 bit for bit. Margins are counted, not kept: on their `router.grid`, whose bins join to those of any wider range.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ MARGINS = P(None, spec.AXES, None, None)  # of `Part.margins` with a leading L
 class Part(NamedTuple):
     """What one layer keeps of some of a batch's tokens, beside their `router.Stats`."""
 
-    score: Float[Array, "E"]  # sum over valid tokens of softmax(s), over all shards; float32
-    margins: Int[Array, "1 E edges"] | None  # this shard's margins at or above each edge of their grid; int32
+    score: Any  # E: sum over valid tokens of softmax(s), over all shards; float32
+    margins: Any  # 1 E edges, or None: this shard's margins at or above each edge of their grid; int32
 
 
 def specs(accumulate: int) -> Part | None:
     """How a layer's part lies on the mesh, as `jax.shard_map` takes it; None where a batch is not cut."""
-    return Part(P(), P(*MARGINS[1:])) if accumulate > 1 else None  # type: ignore[arg-type]
+    return Part(P(), P(*MARGINS[1:])) if accumulate > 1 else None
 
 
 def part(
@@ -95,10 +95,9 @@ def both(a: tuple[router.Stats, Part], b: tuple[router.Stats, Part], k: int, bin
     if kept.margins is None or kept_two.margins is None:
         return stats, Part(score, None)
     new = router.grid(low, high, bins)
-    margins = [
-        moved(kept.margins, router.grid(s.margin_min, s.margin_max, bins), new) for kept, s in ((kept, one), (kept_two, two))
-    ]
-    return stats, Part(score, margins[0] + margins[1])
+    ours = moved(kept.margins, router.grid(one.margin_min, one.margin_max, bins), new)
+    theirs = moved(kept_two.margins, router.grid(two.margin_min, two.margin_max, bins), new)
+    return stats, Part(score, ours + theirs)
 
 
 def next_bias(

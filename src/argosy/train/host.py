@@ -20,7 +20,7 @@ def fetched(tree: Any, after: jax.Array) -> Any:
         return tree
     waited, _ = jax.lax.optimization_barrier(([x for x in flat if on_host(x)], after))
     arrived = iter([jax.device_put(x, jax.memory.Space.Device) for x in waited])
-    return structure.unflatten([next(arrived) if on_host(x) else x for x in flat])
+    return jax.tree.unflatten(structure, [next(arrived) if on_host(x) else x for x in flat])
 
 
 def returned(tree: Any, like: Any) -> Any:

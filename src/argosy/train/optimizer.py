@@ -110,7 +110,8 @@ def make(run: spec.Run, leaves: Any) -> Optimizer:
             keep = jnp.minimum(1.0, run.optim.clip_norm / jnp.maximum(grad_norm["total"], TINY))
             wide = [g * keep for g in wide]
         rates = schedule.learning_rates(run, step)
-        new, states = [], []
+        new: list[Array] = []
+        states = []
         for leaf, g, s, p in zip(flat, wide, tree.flatten_up_to(state), tree.flatten_up_to(params), strict=True):
             # From the host comes one leaf while the one before it is stepped: not all at once, and not during the backward pass.
             here, weight = host.fetched((s, p), after=new[-2] if len(new) > 1 else grad_norm["total"])
