@@ -183,6 +183,7 @@ def plan(
     chip: str = "",
     chips: int = 0,
     days: float = 0.0,
+    fit: Flag = False,
     drops_from: str = "",
     home: Path = HOME,
     json: Json = False,
@@ -199,13 +200,21 @@ def plan(
         chip: The inverse: propose a run for this chip ...
         chips: ... this many of them ...
         days: ... and this many days.
+        fit: The fastest choices of memory that fit, and what each costs in time and bytes.
         drops_from: A run, by name or folder, whose logged loads say how alike the tokens of a document route.
         home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
     from argosy.plan import cost, report, sheet
+    from argosy.plan import fit as fitting
     from argosy.runs import propose
 
+    if fit and (chip or chips or days or price or deadline or goodput or not recipe):
+        raise ValueError("argosy plan --fit takes a recipe and --set alone; e.g. argosy plan marin-535b --fit")
+    if fit:
+        choices = fitting.fit(resolve(recipe, settings, seed))
+        emit(choices) if json else fitting.show(choices, console())
+        return
     if chip or chips or days:
         if recipe:
             raise ValueError(f"argosy plan {recipe} --chip: name a recipe, or --chip, --chips and --days, not both")
