@@ -141,7 +141,7 @@ def _gather(host: str, port: int, processes: int, timeout_s: float) -> None:
             door = stack.enter_context(socket.create_server((host if _loopback(host) else "", port), backlog=1024))
         except OSError as error:
             raise ValueError(
-                f"--coordinator {host}:{port}: process 0 cannot listen on port {port} ({error.strerror}); take another port, the same"
+                f"--coordinator {host}:{port}: process 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}); take another port, the same"
                 " for all processes"
             ) from error
 

@@ -194,6 +194,8 @@ def _end(children: Sequence[Child], grace_s: float) -> None:
             child.process.wait()
         if child.reader is not None:
             child.reader.join(1)
+            if not child.reader.is_alive() and child.process.stdout is not None:
+                child.process.stdout.close()
 
 
 def _tell(children: Sequence[Child], first: int, by_us: Sequence[int], asked: Sequence[int]) -> None:
