@@ -1,15 +1,20 @@
 """The network as a whole: counts, isolation of documents, named choices, precision, sharding."""
 
+import math
+import re
+from collections import Counter
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from argosy import leaf, runs, spec
 from argosy import mesh as meshes
 from argosy.batch import Batch
+from argosy.model import exchange as exchange_
 from argosy.model import transformer
 from argosy.plan import flops
 from argosy.train import step as steps
@@ -162,14 +167,109 @@ def test_remat_changes_no_number():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_one_device_equals_eight():
+ROOM = ["routing.receiver_capacity=8", "routing.sender_capacity=8", "routing.waves=2", "model.layers=1"]
+BARE = ["model.convolution=none", "model.head_gate=none", "model.attention=plain", "moe.shared_experts=0"]
+RANKS = ["mesh.data=2", "mesh.expert=4", "routing.exchange=pooled_wave"]
+
+
+def test_one_device_equals_eight_where_nothing_drops():
+    """Loss, gradients, statistics and next bias over every axis; with sequences of padding added, and with remat."""
     batch = documents(small())
-    one, eight = (
-        evaluate(small("routing.capacity=dropless", *mesh), jax.value_and_grad(mean_loss), batch)
-        for mesh in ([], ["mesh.replica=2", "mesh.data=4"])
+    one = evaluate(small(*ROOM), jax.value_and_grad(reported, has_aux=True), batch)
+    padded = Batch(*(np.insert(x, np.arange(8), x[::-1], axis=0) for x in batch[:3]), np.tile([[False], [True]], (8, 32)))
+    mesh = ["mesh.replica=2", "mesh.data=2", "mesh.expert=2", "routing.exchange=pooled_wave"]
+    run = small(*ROOM, *mesh, "data.batch_seqs=16", "compute.remat=block_keep_dispatch")
+    ((loss, report), grads), ((loss_one, report_one), grads_one) = (
+        jax.device_get(x) for x in (evaluate(run, jax.value_and_grad(reported, has_aux=True), padded), one)
     )
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
-        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-5 * np.linalg.norm(a) + 1e-12
+    assert float(loss) == pytest.approx(float(loss_one), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_one), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-12
+    for name in ("load", "entropy", "max_load", "load_balancing_loss", "z", "margin_min", "margin_max"):
+        np.testing.assert_allclose(getattr(report.routing, name), getattr(report_one.routing, name), rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(report.next_bias, report_one.next_bias, rtol=1e-5, atol=1e-6)
+    counted = {name: n.item() for name, n in {**report.ledger._asdict(), **report.fairness._asdict()}.items()}
+    assert counted == {
+        "assignments": 1024, "valid": 512, "accepted": 512, "sender_dropped": 0, "receiver_dropped": 0, "padding": 512,
+        "accepted_lowest": 1.0, "accepted_highest": 1.0,
+    }  # fmt: skip
+
+
+def reported(params, bias, batch, run):
+    out = transformer.loss(params, bias, batch, run)
+    return out.sums.total / out.sums.tokens.astype(jnp.float32), out.layers
+
+
+def equations(jaxpr):
+    for one in jaxpr.eqns:
+        yield one
+        for value in one.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+@pytest.mark.parametrize("exchange", ["pooled_wave", "ragged"])
+def test_what_remat_keeps_is_not_sent_again(exchange):
+    """Rows go out and come back, and their gradients likewise: four ways. `block` sends both once more, `block_keep_dispatch`
+    only the way back; every name that its policy keeps is in the program."""
+    ways = {}
+    for remat in ("none", "block", "block_keep_dispatch"):
+        run = small(*ROOM, *RANKS, *BARE, f"routing.exchange={exchange}", f"compute.remat={remat}")
+        mesh = meshes.abstract(run)
+        with jax.sharding.use_abstract_mesh(mesh):
+            batch = jax.tree.map(lambda x: shaped(mesh, x.shape, x.dtype, meshes.B_S), documents(run))  # noqa: B023
+            args = leaf.shapes(transformer.leaves(run), mesh), shaped(mesh, (1, 8), jnp.float32, P(None, None)), batch
+            found = list(equations(jax.make_jaxpr(jax.grad(partial(mean_loss, run=run)))(*args).jaxpr))
+        names = {one.params["name"] for one in found if one.primitive.name == "name"}
+        assert set(exchange_.KEPT) <= names
+        ways[remat] = sum(travels(one) for one in found) / run.routing.waves
+    assert ways == {"none": 4, "block": 6, "block_keep_dispatch": 5}
+
+
+def travels(one):
+    """Whether an equation moves rows over the axis `expert`: on a CPU `ragged` gathers them, its counts are whole numbers."""
+    gathers = one.primitive.name == "all_gather" and one.params["axis_name"] in ("expert", ("expert",))
+    return one.primitive.name == "all_to_all" or (gathers and one.outvars[0].aval.dtype == jnp.float32)
+
+
+def shaped(mesh, shape, dtype, spec_):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec_))
+
+
+COLLECTIVE = re.compile(r" (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+def test_collectives_of_the_compiled_forward_pass():
+    """Two all-to-alls per wave, none for expert numbers; the embedding look-up has no collective at all."""
+    run = small(*ROOM, *RANKS, *BARE)
+    mesh = meshes.make(run)
+    with jax.set_mesh(mesh):
+        params, bias = leaf.shapes(transformer.leaves(run), mesh), jnp.zeros((1, 8))
+        batch = on(mesh, documents(run))
+        text = jax.jit(partial(transformer.loss, run=run)).lower(params, bias, batch).compile().as_text()
+        look_up = jax.jit(partial(transformer.embed, dtype=jnp.bfloat16)).lower(params.embed, batch.tokens).compile().as_text()
+    found = Counter(COLLECTIVE.findall(text))
+    assert found["all-to-all"] == 2 * run.routing.waves * run.model.layers == 4
+    assert found["all-gather"] > 0  # of weights: the pattern reads this text
+    assert not COLLECTIVE.search(look_up)
+
+
+@pytest.mark.parametrize("name", ["pocket", "marin-535b", "marin-535b/d768"])
+def test_every_leaf_is_divided_but_those_that_may_be_whole(name):
+    run = spec.override(runs.find(name), ["mesh.data=2", "mesh.expert=4", "routing.waves=1", "routing.exchange=pooled_wave"])
+    sizes = dict(zip(spec.AXES, meshes.sizes(run), strict=True))
+    whole = set()
+    for path, one in leaf.flatten(transformer.leaves(run)).items():
+        over = 1
+        for size, part in zip(one.shape, one.spec, strict=True):
+            here = math.prod(sizes[axis] for axis in ((part,) if isinstance(part, str) else part or ()))
+            assert size % here == 0, path
+            over *= here
+        assert over == (4 if one.part == "routed" else 8) or (over == 1 and one.part in meshes.MAY_REPLICATE), path
+        whole |= {one.part} if over == 1 else set()
+    assert whole == set(meshes.MAY_REPLICATE)
 
 
 def test_the_reference_shape_traces_on_its_704_devices():
