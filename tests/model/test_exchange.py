@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from argosy import leaf, mesh, spec
 from argosy.model import exchange, experts
@@ -134,6 +135,20 @@ def test_slots_are_one_to_one(seed, rows, share):
     assert len(set(row[keep])) == keep.sum() == (source < 80).sum()
     np.testing.assert_array_equal(source[row[keep]], np.flatnonzero(keep))
     np.testing.assert_array_equal(row[keep] // rows, chosen[keep])
+
+
+def test_fairness_is_of_the_shards_that_have_work():
+    """Five shards: one without a valid assignment counts for nothing; the others accept 5 of 10, 8 of 8, 3 of 4, 0 of 3."""
+    m = jax.sharding.Mesh(np.asarray(jax.devices()[:5]), ("expert",))
+
+    def fairness(valid, accepted):
+        n = jnp.int32(0)
+        return layout.fairness(layout.Ledger(n, valid[0], accepted[0], n, n, n), ("expert",))
+
+    shard = jax.jit(jax.shard_map(fairness, mesh=m, in_specs=P("expert"), out_specs=P()))
+    assert shard(jnp.array([10, 0, 8, 4, 3]), jnp.array([5, 0, 8, 3, 0])) == (0, 1)
+    assert shard(jnp.array([10, 0, 0, 4, 0]), jnp.array([5, 0, 0, 3, 0])) == (0.5, 0.75)
+    assert shard(jnp.zeros(5, jnp.int32), jnp.zeros(5, jnp.int32)) == (1, 0)
 
 
 # ---- the oracle ----------------------------------------------------------------------------------
@@ -295,11 +310,6 @@ def test_nan_in_padding_reaches_nothing(pocket):
             np.testing.assert_array_equal(a, b)
 
 
-def comparable(stats):
-    """What a block reports without what is counted by shard."""
-    return stats._replace(routing=stats.routing._replace(**dict.fromkeys({"cells"} & set(stats.routing._fields))))
-
-
 @pytest.mark.parametrize(("balance", "devices"), [("quantile", WITH_EXPERT), ("aux_loss", WITH_DATA)], ids=["expert", "data"])
 def test_eight_devices_equal_one(pocket, balance, devices):
     """Output, gradients, statistics, auxiliary loss, ledger and next bias do not depend on the mesh."""
@@ -314,6 +324,18 @@ def test_eight_devices_equal_one(pocket, balance, devices):
         else:
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
     assert (one[1].aux_loss > 0) == (balance == "aux_loss")
+
+
+@pytest.mark.parametrize("transport", ["pooled_wave", "ragged"])
+def test_block_over_ranks_equals_dense(pocket, transport):
+    """Output, gradients of router, experts, latent, shared and tokens, statistics and next bias, with NaN in the padding."""
+    oracle = block(run_of(pocket, "routing.balance=quantile", "routing.capacity=dropless", *WITH_EXPERT))
+    room = ["routing.sender_capacity=2", "routing.receiver_capacity=8", "routing.waves=2"]
+    run = run_of(pocket, *WITH_EXPERT, f"routing.exchange={transport}", *room)
+    y, stats, grads, *_ = block(run, spoil=True)
+    assert_near((y, grads), (oracle[0], oracle[2]))
+    assert stats.ledger == oracle[1].ledger
+    assert_near((stats.routing, stats.next_bias), (oracle[1].routing, oracle[1].next_bias))
 
 
 def test_evaluations_drop_nothing_where_training_drops(pocket):
@@ -348,9 +370,10 @@ def equations(jaxpr):
 
 
 @pytest.mark.parametrize("capacity", ["bounded", "dropless"])
-def test_no_scatter_moves_activations(pocket, capacity):
+@pytest.mark.parametrize("where", [[], [*WITH_EXPERT, "routing.exchange=pooled_wave"]], ids=["local", "pooled_wave"])
+def test_no_scatter_moves_activations(pocket, where, capacity):
     """Scatters write whole numbers alone: maps, never activations, forward or backward."""
-    run = run_of(pocket)
+    run = run_of(pocket, *where)
     m = mesh.make(run)
     with jax.set_mesh(m):
         p, x, valid = placed(run, m)
