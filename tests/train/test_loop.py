@@ -89,6 +89,47 @@ def test_ten_steps_equal_five_and_five_to_the_bit(run, home):
     assert numbers(rows) == numbers({**before, **between, **after})
 
 
+IN_HOST = ["compute.precision=bf16", "compute.params=bf16", "compute.masters=pinned_host", "compute.optimizer_state=pinned_host"]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [["compute.accumulate=2", "compute.remat=block", *IN_HOST]]
+    + [
+        pytest.param(c, marks=pytest.mark.slow)
+        for c in (
+            ["compute.accumulate=4"],
+            ["compute.precision=bf16", "compute.params=bf16"],
+            ["compute.optimizer_state=pinned_host", "optim.rule=adamw"],
+            IN_HOST,
+            ["compute.remat=block_keep_dispatch", "mesh.expert=2", "routing.exchange=pooled_wave"],
+        )
+    ],
+    ids="+".join,
+)
+def test_resume_to_the_bit_with_every_choice_of_memory(run, home, choices):
+    """Fails when a checkpoint loses a master, rounds it, or comes back in another memory or order."""
+    run, name = spec.override(run, choices), "-".join(choices)[:60]
+    whole, rows, _ = sail(run, home, f"{name}-whole", evaluate=False)
+    first, before, _ = sail(run, home, f"{name}-parts", stop_after=5, evaluate=False)
+    last, after, _ = sail(run, home, f"{name}-parts", evaluate=False)
+    assert int(first.step) == 5 and min(after) == 6
+    same(whole, last)
+    assert numbers({s: r for s, r in rows.items() if s}) == numbers({s: r for s, r in {**before, **after}.items() if s})
+
+
+def test_choices_that_do_not_go_together_are_refused(run):
+    """Fails when a choice that would change the mathematics, or have no effect, is taken in silence."""
+    for settings, words in (
+        (["compute.params=bf16"], "compute.precision=fp32 would not"),
+        (["compute.masters=pinned_host"], "float32 weights are their own masters"),
+        (["compute.accumulate=2", "routing.balance=aux_loss"], "loads of the whole batch"),
+    ):
+        with pytest.raises(ValueError, match=words) as refused:
+            loop.ready(spec.override(run, settings))
+        assert "nearest legal" in str(refused.value)
+
+
 def test_evaluation_leaves_training_alone_and_repeats_itself(run, home):
     with_evals, _, _ = sail(run, home, "evals")
     without, _, _ = sail(run, home, "no-evals", evaluate=False)
