@@ -94,16 +94,20 @@ def combinations(run: spec.Run) -> Iterator[spec.Run]:
 
 
 def accumulations(run: spec.Run) -> list[int]:
-    """Into how many equal parts a device's sequences can be cut; the balance loss needs them whole."""
-    mesh = run.mesh
-    seqs = run.data.batch_seqs // (mesh.replica * mesh.data * mesh.expert)
-    return [1] if run.routing.balance == "aux_loss" else [n for n in range(1, seqs + 1) if seqs % n == 0]
+    """Into how many equal parts the batch is cut; the balance loss needs it whole."""
+    return [1] if run.routing.balance == "aux_loss" else _divisors(run)
+
+
+def _divisors(run: spec.Run) -> list[int]:
+    """Into how many equal parts a device's sequences can be cut."""
+    seqs = run.data.batch_seqs // (spec.devices(run) // run.mesh.context)
+    return [n for n in range(1, seqs + 1) if seqs % n == 0]
 
 
 def candidate(run: spec.Run) -> Candidate:
     """What a run's choices take."""
     c, planned = run.compute, memory.plan(run)
-    device, host = (planned["per_device_bytes"][place]["total"] for place in ("device", "host"))
+    device, host = (float(planned["per_device_bytes"][place]["total"]) for place in ("device", "host"))
     room = planned["host_usable_bytes"] or planned["device_usable_bytes"]
     return Candidate(
         **{k: getattr(c, k) for k in KNOBS},
@@ -159,7 +163,7 @@ def _more_devices(run: spec.Run) -> list[dict]:
     """The least multiple of the devices of which something fits, along the axis that divides experts or along data."""
     best: tuple[int, list[str]] | None = None
     for axis in ("expert", "data"):
-        for factor in range(2, 1025):
+        for factor in _divisors(run)[1:]:
             if best and factor >= best[0]:
                 break
             ways = getattr(run.mesh, axis) * factor
