@@ -89,7 +89,8 @@ def test_ten_steps_equal_five_and_five_to_the_bit(run, home):
     assert numbers(rows) == numbers({**before, **between, **after})
 
 
-IN_HOST = ["compute.precision=bf16", "compute.params=bf16", "compute.masters=pinned_host", "compute.optimizer_state=pinned_host"]
+IN_HOST = ["compute.precision=bf16", "compute.params=bf16", "compute.masters=pinned_host"]
+IN_HOST += ["compute.optimizer_state=pinned_host"]
 
 
 @pytest.mark.parametrize(
