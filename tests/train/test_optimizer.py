@@ -1,5 +1,6 @@
 """Optimizers against numpy float64 written from the formulas, against optax, and against themselves on eight devices."""
 
+import math
 from functools import partial
 
 import jax
@@ -383,7 +384,7 @@ def test_donated_buffers_are_updated_in_place(pocket, rule, extra_leaves):
 
 
 def test_the_reference_shapes_trace_on_704_devices(pocket):
-    """Fails when a leaf of the reference run cannot be stepped on 11 x 64 devices, or its experts' Newton-Schulz is repeated."""
+    """Fails when a leaf of the reference run cannot be stepped on 11 x 64 devices."""
     run = spec.override(pocket, ["mesh.replica=11", "mesh.expert=64", "data.batch_seqs=704", "evals.batch_seqs=704", "model.width=6144",
                                  "moe.experts=384", "routing.exchange=pooled_wave"])  # fmt: skip
     leaves = {
@@ -400,20 +401,31 @@ def test_the_reference_shapes_trace_on_704_devices(pocket):
         for name, x in leaves.items():
             for array in (out.params[name], *state[name], *out.state[name]):
                 assert array.sharding.spec == x.spec and array.dtype == jnp.float32
-        assert optimizer._whole(leaves["experts"]) == P("data", "expert", None, None)
 
 
-def test_layers_divide_over_freed_axes(pocket):
-    """Fails when whole matrices are repeated on axes that could divide their stack."""
-    with jax.sharding.use_abstract_mesh(
-        mesh.abstract(spec.override(pocket, ["mesh.data=2", "mesh.expert=4", "routing.exchange=dense"]))
-    ):
-        for dims, shape, where, want in [
-            ("L D F", (8, 16, 24), P(None, FSDP, None), P(FSDP, None, None)),
-            ("L D F", (6, 16, 24), P(None, FSDP, None), P("data", None, None)),
-            ("L D F", (3, 16, 24), P(None, None, FSDP), P(None, None, None)),
-            ("L E Z F", (4, 8, 16, 24), P(None, "expert", None, "data"), P("data", "expert", None, None)),
-            ("L J D G", (3, 2, 16, 24), P(None, None, FSDP, None), P(None, "data", None, None)),
-            ("D F", (16, 24), P(FSDP, None), P(None, None)),
-        ]:
-            assert optimizer._whole(Leaf(dims, shape, where, 0.1, "matrix", "x")) == want
+@pytest.mark.parametrize(
+    ("dims", "shape", "where", "matrices"),
+    [
+        ("L D F", (8, 16, 24), P(None, FSDP, None), 1),
+        ("L D F", (6, 16, 24), P(None, FSDP, None), 1),
+        ("L D F", (9, 16, 24), P(None, None, FSDP), 2),
+        ("L E Z F", (4, 8, 16, 24), P(None, "expert", None, "data"), 4),
+        ("L J D G", (3, 2, 16, 24), P(None, None, FSDP, None), 1),
+        ("L E Z F", (3, 4, 16, 24), P(None, "expert", None, None), 3),
+        ("D F", (16, 24), P(FSDP, None), 1),
+    ],
+)
+def test_each_device_orthogonalises_its_share_of_whole_matrices(pocket, monkeypatch, dims, shape, where, matrices):
+    """Fails when a matrix is computed twice along the axes that divide its leaf, or comes back elsewhere or changed."""
+    run = spec.override(pocket, ["mesh.data=2", "mesh.expert=4", "routing.exchange=dense"])
+    one, devices = Leaf(dims, shape, where, 0.1, "matrix", "x"), mesh.make(run)
+    g, each, seen = jax.random.normal(jax.random.key(0), shape, jnp.float32), optimizer._each, []
+    want = each(g, run.compute)
+    monkeypatch.setattr(optimizer, "_each", lambda g, compute: seen.append(g.shape) or each(g, compute))
+    with jax.set_mesh(devices):
+        placed = jax.device_put(g, NamedSharding(devices, where))
+        found = jax.jit(lambda g: optimizer.orthogonalize(g, one, run.compute))(placed)
+    assert found.sharding.spec == where
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    assert [math.prod(s[:-2]) for s in seen] == [matrices]
+    assert seen[0][-2:] == shape[-2:]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from argosy import spec
@@ -202,25 +201,23 @@ def hyperball(w: Array, direction: Array, eta: Float[Array, ""], dims: tuple[int
 def orthogonalize(g: Array, leaf: Leaf, compute: spec.Compute) -> Array:
     """Newton-Schulz of every matrix (last two dims) of a leaf on its own, float32 in and out, sharded as `leaf.spec`.
 
-    Each device takes whole matrices: the axes that divided a matrix divide the stack instead where it divides, and
-    repeat the work where it does not.
+    Each device takes whole matrices: the axes that divide a matrix divide the stack instead, filled up with zeros
+    where they do not divide it, so that none is computed twice along them. One all-to-all there, one back.
     """
-    whole = _whole(leaf)
-    run = jax.shard_map(partial(_each, compute=compute), in_specs=whole, out_specs=whole)
-    return jax.sharding.reshard(run(jax.sharding.reshard(g, whole)), leaf.spec)
+    (dim, over), *more = [(d, leaf.spec[d]) for d in (-2, -1) if leaf.spec[d] is not None] or [(-1, None)]
+    assert not more, leaf
 
+    def local(g: Array) -> Array:
+        ways = jax.lax.axis_size(over) if over is not None else 1
+        if ways == 1:
+            return _each(g, compute)
+        stack = g.reshape(-1, *g.shape[-2:])
+        filled = jnp.pad(stack, [(0, -len(stack) % ways), (0, 0), (0, 0)])
+        whole = jax.lax.all_to_all(filled, over, 0, 3 + dim, tiled=True)
+        back = jax.lax.all_to_all(_each(whole, compute), over, 3 + dim, 0, tiled=True)
+        return back[: len(stack)].reshape(g.shape)
 
-def _whole(leaf: Leaf) -> P:
-    """The leaf's sharding with whole matrices: axes freed from the last two dims move to stack dims that they divide."""
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    axes = [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in leaf.spec]
-    stack, freed = axes[:-2], [axis for part in axes[-2:] for axis in part]
-    for axis in freed:
-        for i, taken in enumerate(stack):
-            if leaf.shape[i] % (math.prod(sizes[a] for a in taken) * sizes[axis]) == 0:
-                stack[i] = (*taken, axis)
-                break
-    return P(*(part or None for part in stack), None, None)
+    return jax.shard_map(local, in_specs=leaf.spec, out_specs=leaf.spec)(g)
 
 
 def _each(g: Float[Array, "*stack rows cols"], compute: spec.Compute) -> Float[Array, "*stack rows cols"]:
