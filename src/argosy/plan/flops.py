@@ -94,7 +94,7 @@ def accepted(run: spec.Run, drop_fraction: float) -> float:
 
     >>> from argosy.runs import marin_535b
     >>> round(accepted(marin_535b.run(), 0.034), 4)
-    0.9853
+    0.9852
     """
     routed = run.model.layers * routed_per_token(run) / forward_per_token(run, readout=True)
     return 1 - drop_fraction * routed
