@@ -16,7 +16,7 @@ from argosy import mesh as meshes
 from argosy.batch import Batch
 from argosy.model import exchange as exchange_
 from argosy.model import transformer
-from argosy.plan import flops
+from argosy.plan import flops, work
 from argosy.train import step as steps
 
 SMALL = [
@@ -225,6 +225,8 @@ def test_what_remat_keeps_is_not_sent_again(exchange):
         names = {one.params["name"] for one in found if one.primitive.name == "name"}
         assert set(exchange_.KEPT) <= names
         ways[remat] = sum(travels(one) for one in found) / run.routing.waves
+        if exchange == "pooled_wave":  # three products in each pass that the plan counts
+            assert sum(multiplies(one) for one in found) == 3 * work.passes(run) * run.routing.waves
     assert ways == {"none": 4, "block": 6, "block_keep_dispatch": 5}
 
 
@@ -232,6 +234,15 @@ def travels(one):
     """Whether an equation moves rows over the axis `expert`: on a CPU `ragged` gathers them, its counts are whole numbers."""
     gathers = one.primitive.name == "all_gather" and one.params["axis_name"] in ("expert", ("expert",))
     return one.primitive.name == "all_to_all" or (gathers and one.outvars[0].aval.dtype == jnp.float32)
+
+
+def multiplies(one):
+    """Whether an equation is a product of rows with the weights of one expert each, or of their gradients."""
+    return (
+        one.primitive.name == "dot_general"
+        and one.params["dimension_numbers"][1] == ((0,), (0,))
+        and ({v.aval.shape[0] for v in one.invars} == {2})
+    )
 
 
 def shaped(mesh, shape, dtype, spec_):

@@ -52,13 +52,15 @@ def leaves(run: spec.Run) -> Moe:
 def transport(name: str) -> Callable[..., tuple[jax.Array, Ledger]]:
     """The function that carries tokens to experts and back.
 
+    All are called the same inside `moe`'s shard_map, with what this shard holds, and give the same but for what capacity
+    refuses: the weighted sum of each token's experts [T, Z], and the ledger of this shard's assignments.
+
     Raises:
-        ValueError: for a transport that this version does not have.
+        ValueError: for a transport that there is not.
     """
     if name not in _TRANSPORTS:
         raise ValueError(
-            f"routing.exchange={name!r} is not built yet: this version has {', '.join(_TRANSPORTS)};"
-            f" nearest legal: --set routing.exchange=pooled_wave"
+            f"routing.exchange={name!r} is not one of {', '.join(_TRANSPORTS)}; nearest: {', '.join(spec.nearest(name, _TRANSPORTS))}"
         )
     return _TRANSPORTS[name]
 
@@ -80,7 +82,7 @@ def moe(
     Products are in the dtype of `x`; logits, weights, statistics and bias are float32.
 
     Raises:
-        ValueError: for a transport that this version does not have, before anything is compiled.
+        ValueError: for a transport that there is not, before anything is compiled.
     """
     carry = transport(run.routing.exchange)
     bias = jax.lax.stop_gradient(bias)
@@ -90,10 +92,11 @@ def moe(
     over = () if run.routing.exchange == "dense" else ("expert",)  # the oracle holds every expert
     routed_spec = P(*(over or (None,)), None, None)
     weights = jax.tree.map(lambda w: jax.sharding.reshard(w.astype(x.dtype), routed_spec), p.experts.routed)
+    same: Any = P()  # on every device
     shard = jax.shard_map(
         partial(_shard, run=run, carry=carry, over=over, capacity=capacity or run.routing.capacity),
         in_specs=(jax.tree.map(lambda _: routed_spec, weights), mesh.B_S_D, mesh.B_S_D, P(None), mesh.B_S),
-        out_specs=(mesh.B_S_D, MoeStats(P(), P(), P(), P(), P(), parts.specs(run.compute.accumulate))),
+        out_specs=(mesh.B_S_D, MoeStats(same, same, same, same, same, parts.specs(run.compute.accumulate))),
     )
     y, stats = shard(weights, u, s, bias, valid)
     if p.experts.latent is not None:

@@ -119,6 +119,11 @@ def _arrange(headers: jax.Array, size: Sizes, local: int, rows: jax.Array) -> tu
 
 @partial(jax.checkpoint, prevent_cse=False, policy=keep_hidden)
 def _compute(p: Routed, arrived: Float[Array, "N Z"], at: layout.Slots) -> Float[Array, "N Z"]:
+    """The experts' results in the places of their rows, zeros where a row was refused.
+
+    Only the two products before the nonlinearity are kept for the backward pass. The public code keeps nothing here:
+    a layer that is computed again anyway (`compute.remat`) would then compute these two a third time.
+    """
     return layout.collect(swiglu(p, layout.dispatch(arrived, at)), at)
 
 
