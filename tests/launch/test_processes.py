@@ -50,7 +50,7 @@ def across():  # every expert exchange crosses the processes
 
 
 def long():
-    return spec.override(run(), ["optim.horizon_tokens=25600000"])
+    return spec.override(run(), ["optim.horizon_tokens=25600000", "data.max_epochs=10000"])
 """  # 12 updates of 8 x 32 tokens
 
 COUNTING = """
@@ -206,6 +206,14 @@ def test_json_alone_is_printed_and_text_is_sampled_by_two(home, pair):
     texts = [ended(launched(words, n)) for n in (1, 2)]
     assert [status for status, _, _ in texts] == [0, 0], texts
     assert texts[0][1] == texts[1][1]
+    alone = subprocess.run(
+        [sys.executable, "-m", "argosy.cli", *words],
+        env=local.environment(os.environ, 1),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert alone.stdout == texts[0][1]
     assert texts[0][1].startswith("sail wind") and len(texts[0][1]) > len("sail wind\n")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from argosy import mesh as meshes
-from argosy import spec
+from argosy import processes, spec
 from argosy.batch import Batch
 from argosy.data import tokens as tokens_store
 from argosy.model import transformer
@@ -23,6 +23,8 @@ from argosy.train import step as steps
 
 def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> Iterator[str]:
     """Pieces of text from the newest checkpoint of a run given by name or folder; see `sample`.
+
+    On one device if there are fewer than the run was trained on. Several processes all get every piece.
 
     Raises:
         ValueError: for an unknown run, one without a checkpoint, or bad numbers.
