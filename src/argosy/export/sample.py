@@ -34,6 +34,8 @@ def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: fl
     if not checkpoint.latest_step(log.folder):
         raise ValueError(f"run {log.name!r} has no checkpoint yet; training it makes one")
     corpus = tokens_store.open_store(tokens_store.corpus_folder(home, run.data.corpus))
+    if processes.alone() and spec.devices(run) > jax.device_count():  # what many devices trained may fit on one
+        run = replace(run, mesh=spec.Mesh(replica=1, data=1, context=1, expert=1))
     mesh = meshes.make(run)
     compute = replace(run.compute, params="fp32", masters="device", optimizer_state="device")  # as checkpoints hold weights
     with jax.set_mesh(mesh), checkpoint.opened(log.folder, keep=None) as saved:
