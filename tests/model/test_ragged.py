@@ -368,6 +368,22 @@ def traced(run, platform):
     return found, list(equations(found.jaxpr.jaxpr))
 
 
+def test_operations_follow_the_devices(monkeypatch):
+    """The devices that are here, or those that a mesh without devices stands for; one rank needs no collective."""
+
+    def chosen(platform, ranks=4):
+        m = mesh.abstract(run_of(2, 4, 2, 1.1)).update(abstract_device=AbstractDevice("any", None, platform))
+        with jax.sharding.use_abstract_mesh(m):
+            return ragged.how(ranks)
+
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert ragged.how(4) == (CPU if jax.default_backend() == "cpu" else ragged.How("ragged_all_to_all", "padded"))
+    assert chosen("cpu") == CPU and chosen("tpu") == ACCELERATOR
+    assert chosen("gpu") == ragged.How("ragged_all_to_all", "padded") and chosen("gpu", 1) == CPU
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_experimental_use_ragged_dot_fusion=true")
+    assert chosen("gpu") == ACCELERATOR
+
+
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
 def test_what_the_program_is_made_of(platform):
     """On an accelerator two ragged all-to-alls per chunk, forward and backward, and one gather of counts; no activation
@@ -375,7 +391,8 @@ def test_what_the_program_is_made_of(platform):
     run = run_of(2, 4, 2, 1.1)
     found, all_of_them = traced(run, platform)
     moved = [one for one in all_of_them if one.primitive.name == "ragged_all_to_all"]
-    gathered = [one.invars[0].aval for one in all_of_them if one.primitive.name == "all_gather"]
+    over_experts = [one for one in all_of_them if one.primitive.name == "all_gather" and one.params["axis_name"] == ("expert",)]
+    gathered = [one.invars[0].aval for one in over_experts]
     assert len(moved) == (8 if platform == "gpu" else 0)
     assert [a.shape for a in gathered if a.dtype == jnp.int32] == [(E,)]
     assert sum(a.dtype == jnp.bfloat16 for a in gathered) == (0 if platform == "gpu" else 8)

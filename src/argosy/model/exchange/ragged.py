@@ -6,6 +6,7 @@ All ranks gather how many rows each has for each expert, and each computes the s
 
 import dataclasses
 import math
+import os
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,15 +32,23 @@ class How:
     products: Literal["ragged_dot", "padded"]  # `padded`: as `local` does
 
 
+_GROUPED = ("xla_gpu_experimental_use_ragged_dot_fusion=true", "xla_gpu_experimental_use_ragged_dot_grouped_gemm=true")
+
+
 def how(ranks: int) -> How:
     """What suits the devices that a program is traced for: those of the mesh, or the default backend's.
 
-    XLA:CPU has no ragged all-to-all, and its `ragged_dot` is 35 times slower than products of padded rows. A mesh
-    without devices is traced for its `abstract_device`. One rank alone sends nothing.
+    A mesh without devices is traced for its `abstract_device`. One rank alone sends nothing. XLA:CPU has no ragged
+    all-to-all, and its `ragged_dot` is 35 times slower than products of padded rows. XLA:GPU writes `ragged_dot` out as
+    products of all rows with every expert unless XLA_FLAGS asks for grouped ones, of cuDNN or hipBLASLt (openxla/xla#40189).
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    cpu = (jax.default_backend() if device is None else device.platform) == "cpu"
-    return How("gather" if cpu or ranks == 1 else "ragged_all_to_all", "padded" if cpu else "ragged_dot")
+    platform = jax.default_backend() if device is None else device.platform
+    grouped = platform != "gpu" or any(flag in os.environ.get("XLA_FLAGS", "") for flag in _GROUPED)
+    return How(
+        "gather" if platform == "cpu" or ranks == 1 else "ragged_all_to_all",
+        "ragged_dot" if platform != "cpu" and grouped else "padded",
+    )
 
 
 def ragged(
