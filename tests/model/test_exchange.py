@@ -347,13 +347,18 @@ def test_evaluations_drop_nothing_where_training_drops(pocket):
     assert relative(bounded[0], exact[0]) > 0.01
 
 
-def test_bf16_follows_fp32(pocket):
-    wide, narrow = (block(run_of(pocket), dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+@pytest.mark.parametrize(
+    "where", [[], [*WITH_EXPERT, "routing.exchange=pooled_wave", "routing.waves=2"]], ids=["local", "pooled_wave"]
+)
+def test_bf16_follows_fp32(pocket, where):
+    room = ["routing.sender_capacity=2", "routing.receiver_capacity=8"] if where else []
+    wide, narrow = block(run_of(pocket)), block(run_of(pocket, *where, *room), dtype=jnp.bfloat16)
     assert narrow[0].dtype == jnp.bfloat16 and narrow[1].next_bias.dtype == np.float32
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(narrow[2][0]))
     ok = wide[5]
     error = np.linalg.norm(narrow[0].astype(np.float64) - wide[0], axis=-1)[ok] / np.linalg.norm(wide[0], axis=-1)[ok]
     assert np.median(error) < 0.01  # a token whose selection changed may differ more
+    assert int(narrow[1].ledger.accepted) == 3 * ok.sum()
 
 
 # ---- what the program is made of -----------------------------------------------------------------
