@@ -95,7 +95,7 @@ IN_HOST += ["compute.optimizer_state=pinned_host"]
 
 @pytest.mark.parametrize(
     "choices",
-    [["compute.accumulate=2", "compute.remat=block", *IN_HOST]]
+    [["compute.accumulate=2", "compute.remat=block", *IN_HOST, "optim.rule=adamw", "model.layers=1"]]
     + [
         pytest.param(c, marks=pytest.mark.slow)
         for c in (
