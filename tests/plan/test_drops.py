@@ -175,6 +175,16 @@ def test_the_same_figures_at_every_call_and_an_honest_error(monkeypatch):
     assert 0.4 < spread / stated < 2.5
 
 
+def test_alpha_for_other_numbers_of_experts():
+    """Fails when the published shape loses its number, or a document's loads vary otherwise than in proportion to E / K."""
+    assert drops.assumed(384, 8) == 0.31
+    for experts, chosen in ((192, 4), (32, 4), (128, 4), (16, 2)):
+        alpha = drops.assumed(experts, chosen)
+        loads = experts * np.random.default_rng(0).dirichlet(np.full(experts, alpha), 20_000)
+        assert loads.var() / (experts / chosen) == pytest.approx(383 / (0.31 * 384 + 1) / 48, rel=0.03)
+    assert drops.assumed(1, 1) > 0 and drops.assumed(8, 8) > 0
+
+
 # ---- in a plan ------------------------------------------------------------------------------------
 
 

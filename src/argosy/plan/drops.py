@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from argosy import spec
 
-ALPHA = 0.31
+ALPHA = 0.31  # of the reference run, 8 of 384 experts to a token; `assumed` for other numbers of them
 FLAGGED = 0.05  # drops beyond this share are worth a word
 LONGEST = 262_144  # tokens of the longest sequence that a plan looks at
 CELL = 1.33  # capacity factor at which the older cell scheme was run (marin#8062)
@@ -204,6 +204,19 @@ def expected(shape: Shape, transport: Transport, capacity: Capacity, alpha: floa
     return _simulated(shape, float(alpha), ((transport, capacity),))[0]
 
 
+def assumed(experts: int, chosen: int) -> float:
+    """Alpha of a run that none was fitted for: how unevenly a document uses its experts grows with E / K.
+
+    The squared coefficient of variation of a document's loads is (E - 1) / (alpha E + 1); it was 0.066 E / K in the reference
+    run, 0.065 in the pocket run (alpha 1.83), 0.043 in one of 16 experts (2.65): a rule of thumb, not a law.
+
+    >>> assumed(384, 8), round(assumed(32, 4), 2)
+    (0.31, 1.79)
+    """
+    per_choice = 383 / (ALPHA * 384 + 1) / (384 / 8)
+    return max(0.02, round(((experts - 1) * chosen / (per_choice * experts) - 1) / experts, 9))
+
+
 # ---- a run ---------------------------------------------------------------------------------------
 
 
@@ -249,13 +262,14 @@ def transports(run: spec.Run) -> list[tuple[str, Transport, Capacity]]:
 def plan(run: spec.Run, fitted: dict | None = None) -> dict | None:
     """Drops of every transport at every sequence length, as plain JSON values; None where nothing can be dropped.
 
-    `fitted` is what `refit` returned; without it alpha is `ALPHA`. `by_seq_len` holds, per length, the documents per shard
+    `fitted` is what `refit` returned; without it alpha is `assumed`. `by_seq_len` holds, per length, the documents per shard
     that are assumed (one per sequence) and, per transport, the shares dropped at the sender and the receiver with the
     simulation's standard errors. The first transport is the run's own. `flagged` lists (transport, seq_len) past `flag_above`.
     """
     if not bounded(run):
         return None
-    alpha, asked = (ALPHA if fitted is None else fitted["alpha"]), transports(run)
+    alpha = assumed(run.moe.experts, run.moe.experts_per_token) if fitted is None else fitted["alpha"]
+    asked = transports(run)
     rows, flagged = [], []
     for seq_len in seq_lens(run):
         at = shape(run, seq_len)
@@ -267,6 +281,7 @@ def plan(run: spec.Run, fitted: dict | None = None) -> dict | None:
     own = shape(run)
     return {
         "alpha": float(alpha),
+        "published_alpha": ALPHA,
         "fitted": fitted,
         "own": asked[0][0],
         "senders": own.senders,

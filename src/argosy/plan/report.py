@@ -316,7 +316,8 @@ def _drops_words(drops: dict) -> Table:
     )
     simulated = f"simulated to {100 * error:.1g} points"
     if fitted is None:
-        model = f"alpha {drops['alpha']:g}, fitted to one published figure; {simulated}"
+        scaled = "" if drops["alpha"] == drops["published_alpha"] else ", scaled by experts / top-k"
+        model = f"alpha {drops['alpha']:.3g}, from one published figure{scaled}; {simulated}"
     else:
         said = {"": f"{fitted['low']:.3g} to {fitted['high']:.3g}", "least": "or less", "most": "or more"}[fitted["edge"]]
         model = f"alpha {drops['alpha']:.3g} ({said}) from {fitted['updates']} updates of {fitted['run']},"
