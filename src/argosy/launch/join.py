@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from argosy.launch import lifeline
+
 PEER_SILENT_S = 30  # a process that has not been heard of for so long is taken for dead, and all end
 
 
@@ -54,9 +56,11 @@ def join(link: Link, environment: Mapping[str, str] = os.environ) -> None:
     address, processes, process = told
     if processes == 1:
         return
-    meet(address, processes, process, link.join_timeout)
+    links = meet(address, processes, process, link.join_timeout)
     with _deadline(60, f"all {processes} processes met at {address}, but JAX's service there did not come up"):
-        _initialize("", coordinator_address=address, num_processes=processes, process_id=process)
+        own = gpu_of(environment) if link.process is None else None
+        _initialize("", coordinator_address=address, num_processes=processes, process_id=process, local_device_ids=own)
+    lifeline.keep(links, process, processes)  # after JAX's own, so that we part before it waits for the others
 
 
 def explicit(link: Link, environment: Mapping[str, str]) -> tuple[str, int, int] | None:
@@ -118,8 +122,16 @@ def detected(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def meet(address: str, processes: int, process: int, timeout_s: float) -> None:
-    """Return once each number from 0 to `processes - 1` has come to the coordinator's port exactly once.
+def gpu_of(environment: Mapping[str, str]) -> list[int] | None:
+    """The GPU of a process that a launcher has numbered within its machine, as JAX takes it too; None for all of them."""
+    found = environment.get("SLURM_LOCALID") or environment.get("OMPI_COMM_WORLD_LOCAL_RANK")
+    return [int(found)] if found and not environment.get("JAX_LOCAL_DEVICE_IDS") else None
+
+
+def meet(address: str, processes: int, process: int, timeout_s: float) -> dict[int, socket.socket]:
+    """Connections, once each number from 0 to `processes - 1` has come to the coordinator's port exactly once.
+
+    Process 0 has one to each of the others, by number; each of the others one to process 0.
 
     Raises:
         ValueError: at every process that came, with what is wrong.
@@ -127,12 +139,11 @@ def meet(address: str, processes: int, process: int, timeout_s: float) -> None:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if process == 0:
-        _gather(host, int(port), processes, timeout_s)
-    else:
-        _report(host, int(port), processes, process, timeout_s)
+        return _gather(host, int(port), processes, timeout_s)
+    return {0: _report(host, int(port), processes, process, timeout_s)}
 
 
-def _gather(host: str, port: int, processes: int, timeout_s: float) -> None:
+def _gather(host: str, port: int, processes: int, timeout_s: float) -> dict[int, socket.socket]:
     """Process 0's side of `meet`: hear everybody, then answer everybody."""
     deadline = time.monotonic() + timeout_s
     came: dict[int, tuple[socket.socket, str]] = {}
@@ -167,10 +178,11 @@ def _gather(host: str, port: int, processes: int, timeout_s: float) -> None:
             stack.enter_context(guest)
             said = _heard(guest)
             if said is None:
-                continue  # a stranger
+                guest.close()  # a stranger
+                continue
             number, of = said
             if number in came and _hung_up(came[number][0]):
-                del came[number]  # it was ended and started again meanwhile
+                came.pop(number)[0].close()  # it was ended and started again meanwhile
             came.setdefault(number, (guest, peer))
             if of != processes:
                 came[-1] = (guest, peer)
@@ -181,11 +193,10 @@ def _gather(host: str, port: int, processes: int, timeout_s: float) -> None:
                 raise refuse(
                     f"two processes say --process {number} ({other} and {peer}); each of 0 to {processes - 1} is given once"
                 )
+        door.close()  # the port is JAX's before anybody asks for its service there
         answer("")
-        for guest, _ in came.values():  # they hang up first, so that the port is free at once for JAX's service
-            guest.settimeout(5)
-            with contextlib.suppress(OSError):
-                guest.recv(1)
+        stack.pop_all()
+        return {number: guest for number, (guest, _) in came.items()}
 
 
 def _heard(guest: socket.socket) -> tuple[int, int] | None:
@@ -220,17 +231,13 @@ def _line(guest: socket.socket) -> bytes:
     return text
 
 
-def _report(host: str, port: int, processes: int, process: int, timeout_s: float) -> None:
+def _report(host: str, port: int, processes: int, process: int, timeout_s: float) -> socket.socket:
     """The side of `meet` of all but process 0: say who this is, hear whether all are there."""
     deadline = time.monotonic() + timeout_s
     while True:
+        said = b""
         try:
-            with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())) as door:
-                door.sendall(json.dumps({"process": process, "processes": processes}).encode() + b"\n")
-                door.settimeout(max(0.1, deadline - time.monotonic()) + 10)  # process 0 gives up first, and says why
-                said = _line(door)
-            if said.endswith(b"\n"):
-                break
+            door = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
         except OSError as error:
             why = error.strerror or str(error)
             if time.monotonic() > deadline - 0.2:
@@ -238,11 +245,19 @@ def _report(host: str, port: int, processes: int, process: int, timeout_s: float
                     f"--coordinator {host}:{port} does not answer after {timeout_s:g} s ({why}); process 0 has to run there, and its"
                     " port has to be open to this machine"
                 ) from error
-        if time.monotonic() > deadline:
-            raise ValueError(f"--coordinator {host}:{port} answers, but is not process 0 of this run")
+        else:
+            with contextlib.suppress(OSError):
+                door.sendall(json.dumps({"process": process, "processes": processes}).encode() + b"\n")
+                door.settimeout(max(0.1, deadline - time.monotonic()) + 10)  # process 0 gives up first, and says why
+                said = _line(door)
+            if said == b"\n":
+                return door
+            door.close()
+            if said.endswith(b"\n"):
+                raise ValueError(said.decode().strip())
+            if time.monotonic() > deadline:
+                raise ValueError(f"--coordinator {host}:{port} answers, but is not process 0 of this run")
         time.sleep(0.2)
-    if text := said.decode().strip():
-        raise ValueError(text)
 
 
 def _loopback(host: str) -> bool:
@@ -315,8 +330,15 @@ def lost(error: BaseException) -> bool:
 
 
 def leave(status: int) -> None:
-    """End this process at once if it is one of several: the usual way out would wait minutes for the others."""
+    """End this process at once if it is one of several: the usual way out would wait minutes for the others.
+
+    Process 0 waits until the others have ended, or two seconds: JAX's service goes with it, and would end them first.
+    """
     if several():
+        from jax._src import distributed  # jax.process_index() may wait for processes that are gone
+
         sys.stdout.flush()
         sys.stderr.flush()
+        if distributed.global_state.process_id == 0:
+            lifeline.outlast(2.0)
         os._exit(status)
