@@ -187,18 +187,19 @@ arrange = jax.jit(pooled_wave._arrange, static_argnums=(1, 2))
 def test_equal_senders_lose_alike():
     """4 senders with 3 rows each for one expert that takes 6: 2, 2, 1, 1 are kept, slot by slot over the senders."""
     size = pooled_wave.Sizes(pool=3, headers=1, rows=6)
-    at, lost = arrange(jnp.ones((4, 1, 8)), size, 1, jnp.int32(6))
+    arrived, at, lost = arrange(jnp.ones((4, 1, 8)), size, 1, jnp.int32(6))
     np.testing.assert_array_equal(lost, [1, 1, 2, 2])
     np.testing.assert_array_equal(at.source, [[0, 3, 6, 9, 1, 4]])  # sender x 3 + slot of each row
+    np.testing.assert_array_equal(arrived.source, [[1, 5, 9, 13, 2, 6]])  # behind one header row of each sender
 
 
 def test_expert_numbers_survive_bfloat16():
     """256 local experts in the headers of rows of 100 values; one more is refused (`spec`)."""
     codes = jnp.arange(257, dtype=jnp.int32)[None]
     size = pooled_wave.Sizes(pool=257, headers=3, rows=1)
-    sent = pooled_wave._headers(codes, size, jnp.zeros((1, 100), jnp.bfloat16))
-    assert sent.dtype == jnp.bfloat16 and sent.shape == (1, 3, 100)
-    at, lost = arrange(sent, size, 256, jnp.int32(1))
+    sent = pooled_wave._headers(codes, size, 100).astype(jnp.bfloat16)
+    assert sent.shape == (1, 3, 100)
+    _, at, lost = arrange(sent, size, 256, jnp.int32(1))
     np.testing.assert_array_equal(at.source[:, 0], np.arange(1, 257))  # slot 0 was empty
     assert not lost.any()
     with pytest.raises(ValueError, match=r"257.*mesh\.expert"):

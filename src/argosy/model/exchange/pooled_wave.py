@@ -76,10 +76,11 @@ def pooled_wave(
         part = slice(w * ranks, (w + 1) * ranks)
         mine = address - w * ranks * size.pool
         here = layout.Slots(jnp.where((mine >= 0) & (mine < ranks * size.pool), mine, ranks * size.pool), source[part])
-        received = _swap(jnp.concatenate([_headers(codes[part], size, x), layout.dispatch(x, here)], 1))
+        sent = layout.Slots(_behind(here.row, size, ranks), here.source)
+        received = _swap(pack(x, _headers(codes[part], size, x.shape[1]), sent))
         received = checkpoint_name(received, layout.DISPATCHED)
-        at, lost = _arrange(received[:, : size.headers], size, local, rows)
-        out = _compute(p, received[:, size.headers :].reshape(-1, x.shape[1]), at)
+        arrived, leaving, lost = _arrange(received[:, : size.headers], size, local, rows)
+        out = _compute(p, received.reshape(-1, x.shape[1]), arrived, leaving)
         y = y + combine(_swap(out.reshape(ranks, size.pool, -1)), weights, here)
         refused = refused + lost
     dropped = jax.lax.psum_scatter(refused, "expert")  # each sender hears how many of its rows found no room
@@ -91,10 +92,23 @@ def _limit(valid: jax.Array, share: float, most: int) -> jax.Array:
     return jnp.clip(jnp.ceil(valid.astype(jnp.float32) * share).astype(jnp.int32), 1, most)
 
 
-def _headers(codes: Int[Array, "X P"], size: Sizes, x: jax.Array) -> Float[Array, "X M Z"]:
-    width = x.shape[1]
-    spare = size.headers * width - size.pool
-    return jnp.pad(codes, ((0, 0), (0, spare))).reshape(-1, size.headers, width).astype(x.dtype)
+def _headers(codes: Int[Array, "X P"], size: Sizes, width: int) -> Int[Array, "X M Z"]:
+    return jnp.pad(codes, ((0, 0), (0, size.headers * width - size.pool))).reshape(-1, size.headers, width)
+
+
+def _behind(row: jax.Array, size: Sizes, ranks: int) -> jax.Array:
+    """Numbers of rows [ranks, P] where each rank's headers come first; past the end stays past the end."""
+    ends = ranks * (size.headers + size.pool)
+    return jnp.where(row < ranks * size.pool, row + (row // size.pool + 1) * size.headers, ends)
+
+
+@jax.custom_vjp
+def pack(x: Float[Array, "T Z"], headers: Int[Array, "X M Z"], at: layout.Slots) -> Float[Array, "X MP Z"]:
+    """Headers, then the rows of each destination's pool; `at.row` counts the headers too. The gradient skips them."""
+    return jnp.concatenate([headers.astype(x.dtype), layout.dispatch(x, at)], 1)
+
+
+pack.defvjp(lambda x, headers, at: (pack(x, headers, at), at), lambda at, g: (layout.collect(g, at), None, None))
 
 
 def _swap(rows: Float[Array, "X P Z"]) -> Float[Array, "X P Z"]:
@@ -102,10 +116,11 @@ def _swap(rows: Float[Array, "X P Z"]) -> Float[Array, "X P Z"]:
     return jax.lax.all_to_all(rows, "expert", 0, 0, tiled=True)
 
 
-def _arrange(headers: jax.Array, size: Sizes, local: int, rows: jax.Array) -> tuple[layout.Slots, jax.Array]:
-    """Rows [local, R] for what arrived, given as one assignment per arrived slot, and the refused of each sender.
+def _arrange(headers: jax.Array, size: Sizes, local: int, rows: jax.Array) -> tuple[layout.Slots, layout.Slots, jax.Array]:
+    """Places in [local, R] of all that arrived, headers among it, and of the slots alone; and the refused of each sender.
 
-    An expert's rows fill with slot 0 of every sender, then slot 1, and so on.
+    What arrived counts as tokens with one assignment each. An expert's rows fill with slot 0 of every sender, then
+    slot 1, and so on.
     """
     ranks = headers.shape[0]
     of = headers.reshape(ranks, -1)[:, : size.pool].astype(jnp.int32) - 1  # X P
@@ -114,17 +129,20 @@ def _arrange(headers: jax.Array, size: Sizes, local: int, rows: jax.Array) -> tu
     there = of >= 0
     keep = there & (rank < rows)
     row = jnp.where(keep, of * size.rows + rank, local * size.rows)
-    return layout.invert(row.reshape(-1, 1), local, size.rows), jnp.sum(there & ~keep, 1, dtype=jnp.int32)
+    slots = layout.invert(row.reshape(-1, 1), local, size.rows)
+    every = jnp.pad(row, ((0, 0), (size.headers, 0)), constant_values=local * size.rows)
+    arrived = layout.Slots(every.reshape(-1, 1), _behind(slots.source, size, ranks))
+    return arrived, slots, jnp.sum(there & ~keep, 1, dtype=jnp.int32)
 
 
 @partial(jax.checkpoint, prevent_cse=False, policy=keep_hidden)
-def _compute(p: Routed, arrived: Float[Array, "N Z"], at: layout.Slots) -> Float[Array, "N Z"]:
+def _compute(p: Routed, rows: Float[Array, "N Z"], arrived: layout.Slots, leaving: layout.Slots) -> Float[Array, "XP Z"]:
     """The experts' results in the places of their rows, zeros where a row was refused.
 
     Only the two products before the nonlinearity are kept for the backward pass. The public code keeps nothing here:
     a layer that is computed again anyway (`compute.remat`) would then compute these two a third time.
     """
-    return layout.collect(swiglu(p, layout.dispatch(arrived, at)), at)
+    return layout.collect(swiglu(p, layout.dispatch(rows, arrived)), leaving)
 
 
 @jax.custom_vjp
