@@ -20,7 +20,7 @@ from argosy.train import step as steps
 SMALL = [
     "model.vocab=64", "model.width=16", "model.layers=1", "model.heads=2", "model.head_width=8", "model.kv_heads_local=1",
     "model.window=8", "model.gate_rank=4", "data.seq_len=16", "data.batch_seqs=8", "moe.experts=4", "moe.experts_per_token=2",
-    "moe.hidden=8", "moe.latent_width=8", "moe.shared_experts=1", "moe.shared_hidden=8", "routing.capacity=dropless",
+    "moe.hidden=8", "moe.latent_width=8", "moe.shared_experts=0", "model.convolution=none", "routing.capacity=dropless",
     "routing.histogram_bins=100", "compute.attention_block=16", "optim.horizon_tokens=4096", "optim.warmup_frac=0",
 ]  # fmt: skip
 
