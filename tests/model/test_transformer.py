@@ -285,7 +285,7 @@ def test_every_leaf_is_divided_but_those_that_may_be_whole(name):
 
 def test_the_reference_shape_traces_on_its_704_devices():
     """Fails when a shape or a sharding of the whole loss and gradient is wrong at full scale; nothing is allocated."""
-    run = spec.override(runs.find("marin-535b"), ["routing.exchange=dense"])
+    run = runs.find("marin-535b")
     mesh = meshes.abstract(run)
     leaves = transformer.leaves(run)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -56,7 +56,7 @@ def pooled_wave(
     k, waves, local = experts.shape[1], routing.waves, p.gate.shape[0]
     ranks = jax.lax.axis_size("expert")
     size = sizes(experts.size, ranks, local, x.shape[1], routing)
-    assert local <= 256, "expert numbers travel as bfloat16, which holds whole numbers up to 256"
+    assert local <= spec.LOCAL_EXPERTS, local  # refused by spec.check: expert numbers travel as bfloat16
     good = jnp.sum(valid, dtype=jnp.int32) * k
     pool = _limit(good, routing.sender_capacity / (ranks * waves), size.pool)
     rows = _limit(jax.lax.psum(good, "expert"), routing.receiver_capacity / (local * ranks * waves), size.rows)
