@@ -235,6 +235,28 @@ def plan(
     emit(planned) if json else report.show(planned, console())
 
 
+@app.command
+def rehearse(recipe: Name, /, settings: Settings = (), devices: int | None = None, json: Json = False) -> None:
+    """The whole training step, compiled for the run's real mesh on this CPU, and its bytes and collectives audited.
+
+    Nothing is allocated on any device. Exit status 1 if the audit finds a problem.
+
+    Args:
+        recipe: A recipe's name or file.py:function.
+        settings: Override a field, e.g. routing.waves=2.
+        devices: Rehearse on this many devices: more or fewer replicas, the same batch.
+        json: Print JSON alone.
+    """
+    from argosy.launch import rehearse as rehearsal
+    from argosy.launch import report
+
+    run = resolve(recipe, settings, None)
+    found = rehearsal.rehearse(run if devices is None else rehearsal.scaled(run, devices))
+    emit(found) if json else report.show(found, console())
+    if not found["ok"]:
+        sys.exit(1)
+
+
 @data.command
 def build(
     inputs: Annotated[tuple[str, ...], Positional],
@@ -405,7 +427,7 @@ def sample(
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: a user's mistake ends with exit status 2 and a plain sentence, never a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
-    known = ("voyage", "train", "new", "plan", "data", "serve", "runs", "show", "diff", "sample", "launch")
+    known = ("voyage", "train", "new", "plan", "data", "serve", "runs", "show", "diff", "sample", "launch", "rehearse")
     if args[:1] == ["launch"] and "--" in args:
         cut = args.index("--")
         args = [*args[:cut], shlex.join(args[cut + 1 :])]

@@ -25,7 +25,7 @@ class Collective:
     """One collective of a program, as often as it runs in a step.
 
     `elements` are those of the operation's whole side on one device: what is given to an all-to-all, an all-reduce or
-    a reduce-scatter, what comes out of an all-gather. `axes` are the mesh axes it goes over, outer to inner, those of
+    a reduce-scatter, what comes out of an all-gather; of a ragged all-to-all the most that can travel. `axes` are the mesh axes it goes over, outer to inner, those of
     size 1 left out. `source` is the line of Argosy that asks for it.
     """
 
@@ -163,8 +163,11 @@ def _written(eqn: Any, at: _Place) -> Iterator[Collective]:
     axes = _real((asked,) if isinstance(asked, str) else asked, at.sizes)
     if not axes:
         return
-    operands = eqn.invars[:1] if op == "ragged-all-to-all" else eqn.invars
-    for before, after in zip(operands, eqn.outvars, strict=False):
+    if op == "ragged-all-to-all":  # rows into a buffer: at most the smaller of the two travels
+        sizes = [math.prod(v.aval.shape) for v in eqn.invars[:2]]
+        yield _collective(op, axes, at, min(sizes), eqn.invars[0].aval)
+        return
+    for before, after in zip(eqn.invars, eqn.outvars, strict=False):
         aval = (after if op in _WHOLE_SIDE_IS_RESULT else before).aval
         yield _collective(op, axes, at, math.prod(aval.shape), aval)
 
@@ -191,7 +194,6 @@ def _implied(eqn: Any, at: _Place) -> Iterator[Collective]:
     result = eqn.outvars[0].aval if eqn.outvars else None
     if result is None or not hasattr(result, "shape"):
         return
-    after = {axis for dim in _dims(result, sizes) for axis in dim}
     if name in _SUMS:
         dims = _dims(eqn.invars[0].aval, sizes)
         over = _real((axis for d in eqn.params["axes"] for axis in dims[d]), sizes)
@@ -205,14 +207,16 @@ def _implied(eqn: Any, at: _Place) -> Iterator[Collective]:
         if over:
             yield _collective("all-reduce", over, at, _local(result, sizes), result)
         return
-    for operand in eqn.invars:
+    paired = 1 < len(eqn.outvars) == len(eqn.invars)  # a barrier, a sort of several
+    for i, operand in enumerate(eqn.invars):
         if hasattr(operand.aval, "shape"):
-            yield from _moved(name, operand.aval, result, after, at)
+            yield from _moved(name, operand.aval, eqn.outvars[i].aval if paired else result, at)
 
 
-def _moved(name: str, before: Any, result: Any, after: set[str], at: _Place) -> Iterator[Collective]:
+def _moved(name: str, before: Any, result: Any, at: _Place) -> Iterator[Collective]:
     """A changed sharding: axes that are gone are gathered, axes that divide another dimension are exchanged."""
     sizes, dims = at.sizes, _dims(before, at.sizes)
+    after = {axis for dim in _dims(result, sizes) for axis in dim}
     lost = _real((axis for dim in dims for axis in dim if axis not in after), sizes)
     local = _local(before, sizes)
     if lost:

@@ -24,7 +24,9 @@ class Found(NamedTuple):
 OPS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 _COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?%\S+ = (.*?) ({OPS})(?:-start)?\((.*)$")
 _HEAD = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
-_CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations|true_computation|false_computation)=\{?((?:%[\w.\-]+(?:, )?)+)")
+_CALLED = re.compile(
+    r"\b(body|calls|to_apply|branch_computations|true_computation|false_computation)=\{?((?:%[\w.\-]+(?:, )?)+)"
+)
 _SHAPE = re.compile(r"\b[a-z]+\d*\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
@@ -41,7 +43,7 @@ def collectives(text: str, sizes: dict[str, int]) -> Counter[tuple[Found, str]]:
         for line in bodies[name]:
             match = _COLLECTIVE.match(line)
             if match:
-                for one in _operands(*match.groups(), sizes=sizes):
+                for one in _operands(match[1], match[2], match[3], sizes):
                     if one.axes:
                         found[one._replace(executions=times), _name(line)] += 1
                 continue
@@ -94,7 +96,9 @@ def _group(rest: str, devices: int) -> list[int]:
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if iota:
         return _iota(iota[2], iota[3], iota[1])[0].ravel().tolist()
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\])?(?:T\(([\d,]+)\))?\))? \{([^}]*)\}", rest)
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\])?(?:T\(([\d,]+)\))?\))? \{([^}]*)\}", rest
+    )
     if named:
         axes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
         order = list(axes)

@@ -121,6 +121,15 @@ def _rows(run: spec.Run) -> list[Need]:
     return found
 
 
+def ragged_elements(run: spec.Run) -> tuple[int, int]:
+    """Elements of the smaller of a ragged all-to-all's two buffers, and those that travel on average: how many do is
+    data. A device's assignments in `waves` chunks; a chunk's buffer has `receiver_capacity` times its mean load."""
+    r, width = run.routing, spec.expert_width(run.moe, run.model)
+    assignments = round(work.tokens(run) / run.compute.accumulate) * run.moe.experts_per_token
+    most = min(run.mesh.expert * assignments, max(1, math.ceil(r.receiver_capacity * assignments / r.waves)))
+    return min(assignments, most) * width, assignments * width // r.waves
+
+
 def _matrices(run: spec.Run) -> list[Need]:
     """Matrices are made whole for Newton-Schulz and divided again, in float32: each device takes whole ones of each leaf,
     as many as the one that has most of them."""

@@ -132,7 +132,7 @@ def audit(run: spec.Run, say: Callable[[str], None] = lambda text: None) -> dict
         problems += bytes_problems(run, held) + replicated(run, state)
         trace = step.trace(state, batch)
         found = collectives.traced(trace.jaxpr.jaxpr, sizes)
-        groups, unexplained = explain(run, found)
+        groups, unexplained = explain(run, found if run.routing.exchange != "ragged" else _on_an_accelerator(run, sizes))
         problems += unexplained + against_minimum(run, groups)
         say(f"lowering; {len(found):,} collectives traced")
         lowered = trace.lower()
@@ -148,7 +148,7 @@ def audit(run: spec.Run, say: Callable[[str], None] = lambda text: None) -> dict
 def _result(run: spec.Run, problems: list[str], held: dict, groups: list[dict], temporary: dict, started: float) -> dict:
     forward = [g for g in groups if g["what"] == minimum.ROWS and g["phase"] == "forward"]
     layers = run.model.layers * run.compute.accumulate
-    waves = run.routing.waves if run.routing.exchange == "pooled_wave" else 1
+    waves = run.routing.waves
     tokens = spec.tokens_per_step(run) // spec.devices(run) * run.model.layers
     return {
         "recipe": run.recipe,
@@ -185,6 +185,20 @@ def program(run: spec.Run, mesh: Any) -> tuple[Any, Any, Any]:
     dtypes = Batch(tokens=jnp.int32, labels=jnp.int32, doc_start=jnp.int32, valid=jnp.bool_)
     batch = Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
     return step.compiled(run), step.abstract(run, mesh), batch
+
+
+def _on_an_accelerator(run: spec.Run, sizes: dict[str, int]) -> list[Any]:
+    """The collectives of the step as traced for a GPU: a CPU has no ragged all-to-all, its program is another one there."""
+    import jax
+    from jax.sharding import AbstractDevice
+
+    from argosy import mesh as meshes
+    from argosy.launch import collectives
+
+    mesh = meshes.abstract(run).update(abstract_device=AbstractDevice("any", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        step, state, batch = program(run, mesh)
+        return collectives.traced(step.trace(state, batch).jaxpr.jaxpr, sizes)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------
@@ -283,7 +297,7 @@ def replicated(run: spec.Run, state: Any) -> list[str]:
 
 def explain(run: spec.Run, found: Iterable[Any]) -> tuple[list[dict], list[str]]:
     """Collectives in groups of one purpose, phase, operation and axes, with their time; and those without a purpose."""
-    purpose = _purposes(run)
+    purpose, ragged = _purposes(run), minimum.ragged_elements(run)
     groups: dict[tuple, list] = defaultdict(list)
     strange: Counter[str] = Counter()
     for one in found:
@@ -294,6 +308,8 @@ def explain(run: spec.Run, found: Iterable[Any]) -> tuple[list[dict], list[str]]
                 f"nothing explains this {one.op} over {over} in the {one.phase}: {one.elements:,} {one.dtype}, executed"
                 f" {one.executions:,} times a step ({one.bytes * one.executions:,} bytes per device), from {one.source}"
             ] += 1
+        if one.op == "ragged-all-to-all":
+            one = replace(one, elements=ragged[1])
         groups[one.phase, what or "unexplained", one.op, one.axes].append(one)
     rows = []
     for (phase, what, op, over), members in groups.items():
@@ -322,6 +338,7 @@ def _purposes(run: spec.Run) -> Callable[[Any], str | None]:
     from argosy import leaf
     from argosy.model import transformer
 
+    ragged = minimum.ragged_elements(run)[0]
     fsdp, expert, everywhere = (minimum.axes(run, *names) for names in (minimum.FSDP, ("expert",), spec.AXES))
     outer = minimum.axes(run, "replica", "context")
     whole, parts, matrices = set(), set(), set()
@@ -344,7 +361,9 @@ def _purposes(run: spec.Run) -> Callable[[Any], str | None]:
             if one.axes == fsdp and one.op == "all-to-all" and one.elements in matrices:
                 return minimum.MATRICES
             return minimum.NORMS if one.op == "all-reduce" and one.bytes <= few else None
-        if one.op in ("all-to-all", "ragged-all-to-all") and one.axes == expert and real:
+        if one.op == "all-to-all" and one.axes == expert and real:
+            return minimum.ROWS
+        if one.op == "ragged-all-to-all" and one.axes == expert and real and one.elements == ragged:
             return minimum.ROWS
         if one.op in ("all-gather", "all-to-all", "reduce-scatter") and one.axes == expert and not real:
             return minimum.COUNTS
@@ -389,7 +408,8 @@ def against_minimum(run: spec.Run, groups: list[dict]) -> list[str]:
 
 
 def against_compiled(found: Iterable[Any], compiled: Counter) -> list[str]:
-    """Collectives that the compiled program executes more often than the traced one, by operation, axes and size.
+    """Collectives that the compiled program executes more often than the traced one, by operation, axes and size; and
+    operations of which it executes less, by more than the tolerance.
 
     The compiler may drop duplicates and join reductions, never add: what it adds, no line of the model asks for. Loops
     may be unrolled, so that executions are compared, not places in the text.
@@ -403,12 +423,19 @@ def against_compiled(found: Iterable[Any], compiled: Counter) -> list[str]:
         key = (one.op, one.axes, one.elements)
         made[key] += n * one.executions
         names[key] = min(name, names.get(key, name), key=len)
-    return [
+    problems = [
         f"the compiler executes {op} over {' x '.join(axes)} of {elements:,} elements {n:,} times a step, the traced program"
         f" {asked[op, axes, elements]:,}: nothing explains the rest (one is {names[op, axes, elements][-100:]})"
         for (op, axes, elements), n in made.items()
         if n > asked[op, axes, elements]
     ]
+    for kind in sorted({key[:2] for key in asked}):
+        want, have = (sum(n * key[2] for key, n in each.items() if key[:2] == kind) for each in (asked, made))
+        if have < (1 - TOLERANCE) * want and kind[0] != "ragged-all-to-all":  # no CPU has that one
+            problems.append(
+                f"the traced program moves {want:,} elements by {kind[0]} over {' x '.join(kind[1])}, the compiled one {have:,}"
+            )
+    return problems
 
 
 if __name__ == "__main__":
