@@ -59,8 +59,8 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
 
     The largest is the peak. `saved` are the values kept from the forward pass for all layers, `block` the values and
     gradients of the block at work, `gathered` whole weights of divided leaves, `prefetched` what came early from the
-    host; with accumulation `gradients` are those of one part of the batch, `accumulated` the sum so far. Sources: the
-    constants of this module.
+    host; with accumulation `gradients` are those of one part of the batch, `accumulated` the sum so far, `margins` those
+    counted so far and in one more part (`model.parts`). Sources: the constants of this module.
     """
     t = work.tokens(run) / run.compute.accumulate
     size, values, stay = work.value_bytes(run), block(run), steady(run)
@@ -70,7 +70,7 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
     kept = {"none": sum(values.values()), "block": float(d), "block_keep_dispatch": d + dispatch}[run.compute.remat]
     saved = t * size * run.model.layers * kept
     parts = run.compute.accumulate > 1
-    summed = {"accumulated": 4.0 * sum(mine.values()), "margins": margins(run)} if parts else {}
+    summed = {"accumulated": 4.0 * sum(mine.values()), "margins": 2 * 4.0 * work.margin_counts(run)} if parts else {}
     gradients = work.gradient_bytes(run)
     ways = run.mesh.data * run.mesh.expert
     divided = sum(n for part, n in mine.items() if part in work.FSDP and part != "readout") * ways / run.model.layers
@@ -102,13 +102,6 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
             "iterates": largest * (4.0 + 3 * 2.0),
         },
     }
-
-
-def margins(run: spec.Run) -> float:
-    """Bytes of the counted margins of all layers with accumulation, of the parts so far and of one more (`model.parts`)."""
-    if run.routing.balance != "quantile":
-        return 0.0
-    return 2 * 4.0 * run.model.layers * run.moe.experts * (2 * run.routing.histogram_bins + 3)
 
 
 def _routed_words_on_host(run: spec.Run) -> int:

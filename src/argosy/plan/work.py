@@ -12,6 +12,7 @@ from argosy import spec
 from argosy.plan import flops
 
 NEWTON_SCHULZ_STEPS = 5
+MARGIN_PASSES = 12  # reads and writes of the counted margins for each part of a batch: filled, summed, moved, added
 # Packed documents hide most of a long sequence from a token: the share of tokens whose document is longer than n is
 # 1 up to this length and then falls as 1/n. Fitted to the ratio of the two published context costs (bench/plan.py).
 DOCUMENT_TOKENS = 4096
@@ -168,10 +169,19 @@ def weight_uses(run: spec.Run) -> int:
 
 
 def _weights_traffic(run: spec.Run) -> float:
-    """Bytes of rounding float32 weights before their products, and of adding up the gradients of the batch's parts."""
+    """Bytes of rounding float32 weights before their products, and of adding up what the batch's parts give."""
     c, mine = run.compute, sum(held(run).values())
     rounded = (4 + 2) * low(run) * weight_uses(run) if c.precision == "bf16" and c.params == "fp32" else 0.0
-    return rounded + (c.accumulate * (2 * 4 * mine + gradient_bytes(run)) if c.accumulate > 1 else 0.0)
+    if c.accumulate == 1:
+        return rounded
+    return rounded + c.accumulate * (2 * 4 * mine + gradient_bytes(run) + MARGIN_PASSES * 4 * margin_counts(run))
+
+
+def margin_counts(run: spec.Run) -> int:
+    """Counters of all layers' margins on one device: at least `histogram_bins` edges per expert, at most twice as many."""
+    if run.routing.balance != "quantile":
+        return 0
+    return run.model.layers * run.moe.experts * (2 * run.routing.histogram_bins + 3)
 
 
 def gradient_bytes(run: spec.Run) -> float:
