@@ -32,6 +32,8 @@ HOME = Path(os.environ.get("ARGOSY_HOME") or "voyages")
 app = SubcommandApp()
 data = SubcommandApp()
 app.command(data, name="data", help="Make corpora.")
+forecast = SubcommandApp()
+app.command(forecast, name="forecast", help="From small runs to a large one, with bands.")
 launch = SubcommandApp()
 app.command(launch, name="launch", help="Start several processes.")
 
@@ -291,6 +293,30 @@ def build(
     emit(ledger) if json else console().print(prepare.table(ledger))
 
 
+@forecast.command
+def fit(
+    *,
+    points: Path,
+    target: Path,
+    method: str = "joint",
+    tail_correction: float | None = None,
+    json: Json = False,
+) -> None:
+    """Fit tables of losses and forecast others' rows with 50% and 90% bands.
+
+    Args:
+        points: CSV with run, metric, step, steps_total, tokens, tokens_per_step, active_params, total_params, flops, lr, value.
+        target: CSV of the rows to forecast: the same columns without value.
+        method: joint, per_fraction (the reference ladder's own) or schedule (learning-rate paths demanded).
+        tail_correction: Of per_fraction: added to the continued part of unfinished rungs; the rule's own mean error by default.
+        json: Print JSON alone.
+    """
+    from argosy.forecast import fit as fitting
+
+    found = fitting.from_files(points, target, method, tail_correction)
+    emit(found) if json else console().print(fitting.table(found))
+
+
 @app.command
 def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str = "127.0.0.1", home: Path = HOME) -> None:
     """Serve the page of the runs under a home until interrupted.
@@ -427,7 +453,21 @@ def sample(
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: a user's mistake ends with exit status 2 and a plain sentence, never a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
-    known = ("voyage", "train", "new", "plan", "data", "serve", "runs", "show", "diff", "sample", "launch", "rehearse")
+    known = (
+        "voyage",
+        "train",
+        "new",
+        "plan",
+        "data",
+        "forecast",
+        "serve",
+        "runs",
+        "show",
+        "diff",
+        "sample",
+        "launch",
+        "rehearse",
+    )
     if args[:1] == ["launch"] and "--" in args:
         cut = args.index("--")
         args = [*args[:cut], shlex.join(args[cut + 1 :])]

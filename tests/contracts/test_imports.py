@@ -8,7 +8,15 @@ import pytest
 
 @pytest.mark.parametrize(
     "module",
-    ["argosy.plan.cost", "argosy.plan.report", "argosy.track.server", "argosy.runs", "argosy.data.mixture", "argosy.cli"],
+    [
+        "argosy.plan.cost",
+        "argosy.plan.report",
+        "argosy.track.server",
+        "argosy.runs",
+        "argosy.data.mixture",
+        "argosy.forecast.fit",
+        "argosy.cli",
+    ],
 )
 def test_starts_without_jax(module):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules)"

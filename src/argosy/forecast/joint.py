@@ -1,0 +1,166 @@
+"""One law for all runs and fractions, with bands: the default method.
+
+The law is `surface.log_loss`. Residuals are of log L, Student-t; each run with several rows has an offset of its own (the luck
+of one run, and what the law misses about it). Bands come from refits: each draws new noise, a new place for every prior, a shape
+of release by its weight, and leaves one run out now and then (many runs: weights them at random). To that the target's own
+offset, noise of one evaluation and a share of the distance in scale are added.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from argosy.forecast import least, surface
+from argosy.forecast import points as P
+
+OFFSET = 0.0015  # spread of a run's offset in log L
+NOISE_START, NOISE_LEAST = 0.003, 0.001  # no law is better than the latter
+ROWS = 20  # a run's rows together count for at most this many
+THIN = 40  # and at most this many of them are used
+EARLIEST = 0.0499  # of a run; what lies before is not fitted where at least five rows lie after
+STARTS, DRAWS = 8, 256
+KEPT_SHAPES = 6
+FEW_RUNS = 12  # up to here refits leave runs out; beyond, runs are weighted at random
+PER_DECADE = 0.001  # of log L, for each decade of FLOPs beyond the largest run
+LEVELS = {"lo50": 0.25, "hi50": 0.75, "lo90": 0.05, "hi90": 0.95}
+
+
+class Fitted(NamedTuple):
+    """One metric's fit; draws are refits, [R, P]."""
+
+    setting: surface.Setting
+    rows: np.ndarray  # of the points given, those that were fitted
+    runs: tuple[str, ...]
+    run_of: np.ndarray
+    best: np.ndarray
+    shape: int
+    draws: np.ndarray
+    draw_shapes: np.ndarray
+    left_out: np.ndarray  # of each draw: the run that it leaves out, -1 for none
+    noise: float
+    residual: np.ndarray  # log, of the fitted rows, offsets taken out
+    cost: float
+
+
+def chosen(points: P.Table) -> np.ndarray:
+    """The rows to fit: without the first 5% of a run, at most `THIN` of each run, the last one among them."""
+    fraction = P.derived(points)["g"]
+    runs = np.array(points.run)
+    keep: list[int] = []
+    for run in dict.fromkeys(points.run):
+        own = np.flatnonzero(runs == run)
+        own = own[np.argsort(points.step[own], kind="stable")]
+        late = own[~(fraction[own] < EARLIEST)]
+        own = late if len(late) >= 5 else own
+        if len(own) > THIN:
+            own = own[np.unique(np.linspace(0, len(own) - 1, THIN).round().astype(int))]
+        keep += own.tolist()
+    return np.array(sorted(keep))
+
+
+def fit(points: P.Table, target: P.Table, seed: int = 0, draws: int = DRAWS) -> Fitted:
+    """The law's best parameters for one metric and `draws` refits of them.
+
+    Args:
+        points, target: rows of one metric, checked.
+        seed: of the draws.
+        draws: refits behind the bands; 0 for the best fit alone.
+    """
+    rows = chosen(points)
+    used = P.take(points, rows)
+    runs = tuple(dict.fromkeys(used.run))
+    run_of = np.array([runs.index(r) for r in used.run])
+    counts = np.bincount(run_of)
+    s = surface.setting(used, target, P.paths(points, target), bool((counts >= 3).any()))
+    several = np.flatnonzero(counts >= 3)
+    offsets = OFFSET * (several[:, None] == run_of).astype(float)
+    weight = np.minimum(1, ROWS / counts[run_of])
+    y = np.log(used.value)
+    rng = np.random.default_rng(seed)
+    size = len(s.names) + len(several)
+    noise = NOISE_START
+
+    def model(which: np.ndarray):
+        return lambda t, r: (surface.log_loss(s, t, which[r], s.points) + t[:, len(s.names) :] @ offsets) / noise
+
+    which = np.zeros(STARTS, int)
+    start = np.zeros((STARTS, size))
+    start[1:, : len(s.names)] = rng.normal(size=(STARTS - 1, len(s.names)))
+    theta, cost = np.zeros((1, size)), np.zeros(1)
+    for round_ in range(3):
+        theta, cost = least.solve(model(which), y[None] / noise, weight[None], np.zeros((1, size)), start, offsets / noise)
+        order = np.argsort(cost)
+        if round_ == 0:
+            which = np.arange(len(s.shapes))
+            start = np.repeat(theta[order[:1]], len(which), 0)
+        else:
+            which, start = which[order[:KEPT_SHAPES]], theta[order[:KEPT_SHAPES]]
+        best = theta[order[0]]
+        shape = int(which[0]) if round_ else 0
+        residual = y - surface.log_loss(s, best[None], np.array([shape]), s.points)[0] - best[len(s.names) :] @ offsets
+        if round_ < 2:
+            noise = spread(residual, weight, len(s.names))
+    theta, cost, which = theta[order][:KEPT_SHAPES], cost[order][:KEPT_SHAPES], which
+    found = Fitted(s, rows, runs, run_of, best, shape, theta[:1], which[:1], np.full(1, -1), noise, residual, float(cost[0]))
+    return refits(found, y, weight, offsets, theta, which, cost, rng, draws) if draws else found
+
+
+def spread(residual: np.ndarray, weight: np.ndarray, parameters: int) -> float:
+    """The noise of one row: root mean square of residuals clipped at three robust scales, for the parameters spent."""
+    robust = 3 * math.sqrt(float(np.median(residual**2)) / 0.4549)
+    mean = float((weight * np.minimum(residual**2, robust**2)).sum() / weight.sum())
+    return max(math.sqrt(mean * len(residual) / max(1.0, len(residual) - 0.7 * parameters)), NOISE_LEAST)
+
+
+def refits(found, y, weight, offsets, theta, which, cost, rng, draws) -> Fitted:
+    """The fit with its draws."""
+    s, noise = found.setting, found.noise
+    likely = np.exp(-(cost - cost.min()) / 2)
+    pick = rng.choice(len(which), size=draws, p=likely / likely.sum())
+    counts = len(found.runs)
+    weights = np.repeat(weight[None], draws, 0)
+    left_out = np.full(draws, -1)
+    if 3 <= counts <= FEW_RUNS:
+        left_out = np.arange(draws) % (2 * counts)
+        left_out[left_out >= counts] = -1
+        weights *= left_out[:, None] != found.run_of
+    elif counts > FEW_RUNS:
+        weights *= rng.exponential(size=(draws, counts))[:, found.run_of]
+    value = (y + noise * rng.normal(size=(draws, len(y))) / np.sqrt(weight)) / noise
+    anchor = rng.normal(size=(draws, theta.shape[1]))
+
+    def model(t: np.ndarray, r: np.ndarray) -> np.ndarray:
+        return (surface.log_loss(s, t, which[pick[r]], s.points) + t[:, len(s.names) :] @ offsets) / noise
+
+    drawn, _ = least.solve(model, value, weights, anchor, theta[pick], offsets / noise, iterations=20, tolerance=1e-4)
+    return found._replace(draws=drawn, draw_shapes=which[pick], left_out=left_out)
+
+
+def predict(found: Fitted, points: P.Table, target: P.Table, seed: int = 1) -> dict[str, np.ndarray]:
+    """Mean and bands of the target's rows, in the metric's unit."""
+    s = found.setting
+    mean = surface.log_loss(s, found.best[None], np.array([found.shape]), s.target)[0]
+    curves = surface.log_loss(s, found.draws, found.draw_shapes, s.target)
+    rng = np.random.default_rng(seed)
+    beyond = distance(points, target)
+    own = rng.normal(size=(3, len(curves), 1))
+    heavy = np.sqrt(least.FREEDOM / rng.chisquare(least.FREEDOM, size=(len(curves), 1)))
+    noisy = curves + luck(found) * own[0] + found.noise * heavy * own[1] + PER_DECADE * beyond * own[2]
+    centre = np.median(curves, axis=0)
+    bands = {name: np.exp(mean + np.quantile(noisy, q, axis=0) - centre) for name, q in LEVELS.items()}
+    return {"mean": np.exp(mean), **bands}
+
+
+def luck(found: Fitted) -> float:
+    """Spread of the target's offset in log L: `OFFSET`, or more where the fitted runs' own offsets say so."""
+    own = found.best[len(found.setting.names) :]
+    return OFFSET * max(1.0, math.sqrt((4 + 2 * float((own**2).sum())) / (4 + len(own))))
+
+
+def distance(points: P.Table, target: P.Table) -> np.ndarray:
+    """Decades of FLOPs from the largest point to each row of the target, 0 inside the range or where FLOPs are not known."""
+    flops, asked = P.derived(points)["C"], P.derived(target)["C"]
+    if np.isnan(flops).all():
+        return np.zeros(len(target))
+    return np.nan_to_num(np.maximum(np.log10(np.maximum(asked, 1e-300) / np.nanmax(flops)), 0))
