@@ -317,7 +317,7 @@ def test_a_home_that_is_not_shared_is_refused(home, tmp_path):
     assert all("--home has to be on storage that all processes share" in err for _, err in results)
 
 
-def test_what_fails_in_process_0_alone_ends_the_other(home):
+def test_what_fails_in_process_0_alone_ends_the_other(home, pair):
     """A log that another process writes to: process 0 alone finds out."""
     import fcntl
 
