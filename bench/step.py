@@ -93,14 +93,14 @@ def best_s(call: Callable[[], Any], times: int = 8) -> float:
     return min(found)
 
 
-def keep_heap() -> bool:
-    """`argosy.heap.keep`, for both sides alike: read from its file, as the peer's Python has no argosy."""
+def heap() -> Any:
+    """The module `argosy.heap`, for both sides alike: from its file, as the peer's Python has no argosy."""
     file = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "src", "argosy", "heap.py")
     found = importlib.util.spec_from_file_location("heap", file)
     assert found and found.loader
-    heap = importlib.util.module_from_spec(found)
-    found.loader.exec_module(heap)
-    return heap.keep()
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def peak_mib() -> float:
@@ -130,14 +130,17 @@ def argosy(settings: list[str], threads: int) -> tuple[dict[str, Any], Callable[
             active += one.size * (run.moe.experts_per_token / run.moe.experts if one.part == "routed" else 1)
     place = mesh.make(run)
     jax.set_mesh(place)
-    state, train_step = steps.init(run, place), steps.compiled(run)
+    state, train_step = steps.init(run, place), None
     start = np.zeros((SHAPE["batch_seqs"], SHAPE["seq_len"]), np.int32)
     b_s = jax.sharding.NamedSharding(place, mesh.B_S)
 
     def step(n: int) -> float:
-        nonlocal state
+        nonlocal state, train_step
         words = tokens(n).astype(np.int32)
         batch = Batch(*(jax.device_put(x, b_s) for x in (words[:, :-1], words[:, 1:], start, start == 0)))
+        if train_step is None:
+            train_step = steps.compiled(run).lower(state, batch).compile()
+            heap().trim()  # as the training loop does
         state, stats = train_step(state, batch)
         return float(stats.loss)
 
@@ -203,7 +206,7 @@ def work(side: str, what: str, threads: int, memory_gib: float) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to standard error
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_gib * 2**30),) * 2)
-    keep_heap()
+    heap().keep()
     made, step, sgemm = argosy(json.loads(what), threads) if side == "argosy" else peer(what, threads)
     first, *_ = [step(n) for n in range(WARM_UP)]
     done, loss = WARM_UP, first
@@ -369,7 +372,7 @@ def main() -> None:
         f"\nsgemm 2,048: JAX {sgemm / 1e9:,.0f} GFLOP/s"
         + (f", torch {ends[reference]['sgemm'] / 1e9:,.0f}" if reference else "")
     )
-    kept = "freed memory stays in every process's heap (mallopt)" if keep_heap() else "the heap as the system sets it"
+    kept = "freed memory stays in every process's heap (mallopt)" if heap().keep() else "the heap as the system sets it"
     print(
         f"blocks of {args.steps} steps, {args.rounds} rounds; {kept}; {'; '.join(dict.fromkeys(r['versions'] for r in rows))}"
     )

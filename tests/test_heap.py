@@ -19,11 +19,18 @@ def faults():
 assert heap.keep()
 faults()
 assert faults() < 1000
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+before = resident()
+assert heap.trim()
+assert before - resident() > 10_000
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_memory_freed_once_is_used_again_without_page_faults():
+def test_memory_freed_once_is_used_again_without_page_faults_until_it_is_given_back():
     subprocess.run([sys.executable, "-c", CODE], check=True)
 
 
@@ -32,3 +39,4 @@ def test_elsewhere_nothing_changes():
     from argosy import heap
 
     assert not heap.keep()
+    assert not heap.trim()

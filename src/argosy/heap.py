@@ -16,11 +16,25 @@ def keep() -> bool:
     XLA:CPU allocates a program's temporaries anew in each execution, and glibc maps and unmaps what is above 32 MiB: a
     page fault for every 4 KiB. Call it before the backend's threads exist. Source: mallopt(3).
     """
+    libc = _glibc()
+    return libc is not None and all(libc.mallopt(name, value) == 1 for name, value in _SETTINGS)
+
+
+def trim() -> bool:
+    """Whether freed memory was given back to the system: after compiling, which takes more than a small run's step.
+
+    Source: malloc_trim(3).
+    """
+    libc = _glibc()
+    return libc is not None and libc.malloc_trim(0) == 1
+
+
+def _glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
-        return False
+        return None
     try:
         libc = ctypes.CDLL("libc.so.6")
         _ = libc.gnu_get_libc_version
-        return all(libc.mallopt(name, value) == 1 for name, value in _SETTINGS)
+        return libc
     except (OSError, AttributeError):
-        return False
+        return None

@@ -85,7 +85,9 @@ def train(
                 break
             with clock.part("loading"):
                 batch = next(batches)
-            train_step = train_step or processes.compiled(steps.compiled(run), state, batch)
+            if train_step is None:
+                train_step = processes.compiled(steps.compiled(run), state, batch)
+                heap.trim()  # what compiling took
             state, stats = train_step(state, batch)
             if unread is not None:  # read one update behind, so that the device never waits for the log
                 note(run, *unread, clock, record, progress)
