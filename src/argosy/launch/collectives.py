@@ -120,8 +120,9 @@ def _phases(eqns: list[Any], outer: Phase | None) -> list[Phase | None]:
     if outer is not None:
         return [mark or outer for mark in marked]
     back = [i for i, mark in enumerate(marked) if mark in ("backward", "recomputation")]
-    if not back:  # what calls the whole step, or accumulates over parts of a batch
-        return marked
+    if not back:  # what calls the whole step, or accumulates over the parts of a batch and then updates
+        whole = [i for i, eqn in enumerate(eqns) if _differentiates(eqn)]
+        return [None if not whole or i <= whole[-1] else "optimizer" for i in range(len(eqns))]
 
     def placed(i: int) -> Phase:
         if i > back[-1]:
@@ -129,6 +130,13 @@ def _phases(eqns: list[Any], outer: Phase | None) -> list[Phase | None]:
         return "forward" if i < back[0] else "backward"
 
     return [mark or placed(i) for i, mark in enumerate(marked)]
+
+
+def _differentiates(eqn: Any) -> bool:
+    """Whether a backward pass is somewhere in what an equation calls."""
+    return any(
+        _mark(str(e.source_info.name_stack)) == "backward" or _differentiates(e) for sub in _inner(eqn) for e in sub.eqns
+    )
 
 
 def _mark(stack: str) -> Phase | None:

@@ -21,7 +21,7 @@ class Need:
     phase: str
     op: str
     axes: tuple[str, ...]
-    bytes: float
+    bytes: float | int
 
 
 WEIGHTS, SCATTERED, SUMMED = "weights gathered", "gradients scattered", "gradients summed"
@@ -166,7 +166,7 @@ def inside(run: spec.Run, over: tuple[str, ...]) -> int:
     return joined
 
 
-def sent(run: spec.Run, op: str, over: tuple[str, ...], size: float) -> tuple[float, float]:
+def sent(run: spec.Run, op: str, over: tuple[str, ...], size: float | int) -> tuple[float, float]:
     """Bytes that one device sends inside its domain and across domains for `size` bytes of an operation's whole side.
 
     Rings inside the domain and, with what each device then holds, between domains (docs/method.md, section 12).
@@ -182,7 +182,7 @@ def sent(run: spec.Run, op: str, over: tuple[str, ...], size: float) -> tuple[fl
     return (size, 0.0) if q == 1 else (0.0, size)
 
 
-def time_s(run: spec.Run, op: str, over: tuple[str, ...], size: float) -> float:
+def time_s(run: spec.Run, op: str, over: tuple[str, ...], size: float | int) -> float:
     """Seconds of that traffic at the chip's rated rates."""
     chip, (near, far) = hardware.chip(run.compute.chip), sent(run, op, over, size)
     return near / chip.scale_up_bytes_per_s + far / chip.scale_out_bytes_per_s

@@ -7,7 +7,10 @@ from rich.text import Text
 from argosy.plan.report import duration, size
 
 KINDS = {"params": "weights", "masters": "float32 masters", "optimizer": "optimizer state", "batch": "batch"}
-PHASES = {"forward": "forward", "recomputation": "recomputation", "backward": "backward", "optimizer": "optimizer"}
+PHASES = ("forward", "recomputation", "backward", "optimizer")
+SMALL = ("statistics", "norms", "expert counts")  # sums of a few numbers
+INSIDE = "inside the rack"
+WIDE = 96  # columns from which the minimum stands beside each amount
 
 
 def show(found: dict, console: Console) -> None:
@@ -16,7 +19,7 @@ def show(found: dict, console: Console) -> None:
     console.print(_title(found))
     if found["bytes_per_device"]:
         _section(console, "What one device holds between steps", _bytes(found))
-        _section(console, "What travels in one step", _collectives(found))
+        _section(console, "What travels in one step", _collectives(found, console.width >= WIDE))
         console.print()
         console.print(_exchange(found))
     console.print()
@@ -25,15 +28,9 @@ def show(found: dict, console: Console) -> None:
 
 
 def _title(found: dict) -> Text:
-    mesh = "  ".join(f"{name} {n}" for name, n in found["mesh"].items())
-    return Text.assemble(
-        (found["recipe"], "bold"),
-        "  ",
-        (f"{found['devices']:,} devices", "cyan"),
-        (" as ", "dim"),
-        mesh,
-        (f"   {found['chip']}", "dim"),
-    )
+    mesh = ", ".join(f"{name} {n}" for name, n in found["mesh"].items())
+    devices = f"{found['devices']:,} devices"
+    return Text.assemble((found["recipe"], "bold"), ("  rehearsed on ", "dim"), (devices, "cyan"), (f": {mesh}", "dim"))
 
 
 def _bytes(found: dict) -> RenderableType:
@@ -49,53 +46,62 @@ def _bytes(found: dict) -> RenderableType:
         if n:
             table.add_row(Text("in all", "bold"), Text(place, "dim"), Text(size(n), "bold"), "", "")
     temporary = found["temporary_bytes_per_device"]
+    peak = totals["device"] + temporary["plan"]
     lines = Text.assemble(
-        ("beyond that, at the fullest moment: ", "dim"),
-        (size(temporary["plan"]), ""),
-        (" by the plan", "dim"),
-        (f"; the CPU compiler's buffers, {size(temporary['compiler'])}, are no accelerator's", "dim"),
+        (f"With activations {size(peak)} at the fullest moment by the plan, of {size(found['usable_bytes'])} usable on a"),
+        (f" {found['chip']}. Here the CPU compiler took {size(temporary['compiler'])} of buffers: no accelerator's figure."),
+        style="dim",
     )
     return Group(table, lines)
 
 
-def _agree(n: float, planned: float) -> Text:
+def _agree(n: float | int, planned: float | int) -> Text:
     if abs(n - planned) <= 0.02 * planned:
         return Text("agrees" if n == planned else f"{n / planned - 1:+.2%}", "green")
     return Text(f"{n / planned - 1:+.1%}" if planned else "not planned", "bold red")
 
 
-def _collectives(found: dict) -> Table:
+def _collectives(found: dict, wide: bool) -> Table:
     table = _table(
-        *(("", "left"), ("operation", "left"), ("over", "left"), ("times", "right"), ("per device", "right")),
-        *(("minimum", "right"), ("at full rate", "right")),
+        *(("", "left"), ("over", "left"), ("link", "left"), ("times", "right"), ("per device", "right")),
+        *((("minimum", "right"),) if wide else ()),
+        ("rated", "right"),
     )
-    groups = found["collectives"]
-    for phase, title in PHASES.items():
-        rows = [g for g in groups if g["phase"] == phase]
-        if not rows:
-            continue
-        whole = sum(g["time_s"] for g in rows)
-        table.add_row(Text(title, "bold"), "", "", "", "", "", Text(duration(whole), "bold"))
-        for g in rows:
-            over = g["axis"].replace("+", " ") if len(g["axis"]) < 20 else "all axes"
-            far = g["link"] != "inside the rack"
-            style = "bold red" if g["what"] == "unexplained" else ""
+    fill = [""] * (5 if wide else 4)
+    for phase in PHASES:
+        rows = [g for g in found["collectives"] if g["phase"] == phase]
+        if rows:
+            table.add_row(Text(phase, "bold"), *fill, Text(duration(sum(g["time_s"] for g in rows)), "bold"))
+        for g in [g for g in rows if g["what"] not in SMALL]:
             moved, least = g["bytes_per_device"], g["minimum_bytes"]
             wrong = abs(moved - least) > 0.02 * least
             table.add_row(
-                Text(f"  {g['what']}", style),
-                Text(g["op"].replace("ragged-all-to-all", "ragged a-t-a"), "dim"),
-                Text(over, "yellow" if far else "dim"),
+                Text(f"  {g['what']}{', ' + g['op'] if wide else ''}", "bold red" if wrong else ""),
+                Text(g["axis"].replace("+", " "), "dim"),
+                Text(_link(g), "yellow" if g["link"] != INSIDE else "dim"),
                 f"{g['executions']:,}",
                 Text(_amount(moved), "bold red" if wrong else ""),
-                Text("" if g["what"] in ("statistics", "norms", "expert counts") else _amount(least), "dim"),
-                duration(g["time_s"]) if g["time_s"] >= 5e-5 else Text("~0", "dim"),
+                *((Text(_amount(least), "dim"),) if wide else ()),
+                duration(g["time_s"]),
             )
-    table.add_row(Text("step", "bold"), "", "", "", "", "", Text(duration(sum(g["time_s"] for g in groups)), "bold"))
+        small = [g for g in rows if g["what"] in SMALL]
+        if small:
+            sums = (sum(g[key] for g in small) for key in ("executions", "bytes_per_device", "time_s"))
+            times, moved, seconds = sums
+            what = ", ".join(dict.fromkeys(g["what"] for g in small))
+            far = any(g["link"] != INSIDE for g in small)
+            link = Text("across" if far else "rack", "dim")
+            row = (Text(f"  {what}", "dim"), "", link, Text(f"{times:,}", "dim"), Text(_amount(moved), "dim"))
+            table.add_row(*row, *(("",) if wide else ()), Text(duration(seconds) if seconds >= 5e-5 else "0", "dim"))
+    table.add_row(Text("step", "bold"), *fill, Text(duration(sum(g["time_s"] for g in found["collectives"])), "bold"))
     return table
 
 
-def _amount(n: float) -> str:
+def _link(group: dict) -> str:
+    return "rack" if group["link"] == INSIDE else "across"
+
+
+def _amount(n: float | int) -> str:
     """Bytes in the unit that suits them, decimal as links are rated.
 
     >>> _amount(355_819_585_536), _amount(1_258_024), _amount(4)
@@ -107,44 +113,34 @@ def _amount(n: float) -> str:
     return f"{n:,.0f} B"
 
 
-def _exchange(found: dict) -> Group:
-    a2a = found["all_to_all"]
-    crossing = sorted({g["what"] for g in found["collectives"] if g["link"] != "inside the rack"})
-    lines = []
+def _exchange(found: dict) -> Table:
+    a2a, grid = found["all_to_all"], Table.grid(padding=(0, 3))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
     if a2a["per_layer_per_wave_forward"]:
-        lines.append(
+        grid.add_row(
+            "experts",
             Text.assemble(
-                ("experts   ", "dim"),
-                (f"{a2a['per_layer_per_wave_forward']:g} all-to-alls per layer and wave forward, ", ""),
                 (f"{_amount(a2a['bytes_per_token_per_layer'])} per token and layer", "bold"),
-            )
+                f" forward: {a2a['per_layer_per_wave_forward']:g} all-to-alls a layer and wave",
+            ),
         )
-    names = ", ".join(crossing) if crossing else "nothing"
-    lines.append(
-        Text.assemble(
-            ("racks     ", "dim"),
-            (names, "yellow" if crossing else ""),
-            (" goes across" if len(crossing) < 2 else " go across", ""),
-        )
-    )
-    return Group(*lines)
+    far = [g for g in found["collectives"] if g["link"] != INSIDE and g["what"] not in SMALL]
+    names = ", ".join(dict.fromkeys(g["what"] for g in far)) or "nothing but sums of few numbers"
+    grid.add_row("across", Text.assemble((names, "yellow" if far else ""), (" between scale-up domains" if far else "")))
+    return grid
 
 
 def _verdict(found: dict) -> Group:
-    seconds = f"compiled and read in {duration(found['seconds'])} with {size(found['peak_memory_bytes'])}"
+    seconds = Text(f"Compiled and read in {found['seconds']:,.0f} s and {size(found['peak_memory_bytes'])}.", "dim")
     if found["ok"]:
         return Group(
-            Text.assemble(
-                ("ready  ", "bold green"),
-                "every byte and every collective is what the run needs, within 2%  ",
-                (seconds, "dim"),
-            )
+            Text.assemble(("Ready. ", "bold green"), "Every byte and every collective is explained, within 2%."), seconds
         )
-    count = len(found["problems"])
-    grid = Table.grid(padding=(0, 1))
+    count, grid = len(found["problems"]), Table.grid(padding=(0, 1))
     for problem in found["problems"]:
         grid.add_row(Text("-", "red"), problem)
-    return Group(Text.assemble((f"{count} problem{'s' if count > 1 else ''}  ", "bold red"), (seconds, "dim")), grid)
+    return Group(Text(f"{count} problem{'s' if count > 1 else ''}", "bold red"), grid, seconds)
 
 
 def _table(*columns: tuple[str, str]) -> Table:
