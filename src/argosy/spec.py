@@ -274,8 +274,8 @@ def phase_stops(run: Run, smallest_weights: Sequence[float] | None = None) -> li
 def nearest_divisors(value: int, asked: int) -> str:
     """The one or two divisors of `value` that are nearest to what was asked.
 
-    >>> nearest_divisors(6, 4)
-    '3, 6'
+    >>> nearest_divisors(12, 5)
+    '4, 6'
     """
     legal = sorted((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - asked))
     return ", ".join(map(str, legal[:2]))
