@@ -9,6 +9,8 @@ from argosy import spec
 from argosy.model.exchange import layout, local
 from argosy.model.experts import Routed
 
+MOST_ROWS = 2**18  # room for one part's assignments: 1.6 GB at the reference run's latent width in bfloat16
+
 
 def gathered(
     p: Routed,
@@ -22,16 +24,40 @@ def gathered(
     """The weighted sum of each token's experts, exact for any routing, in the dtype of `x`; `p` holds this rank's experts.
 
     An all-gather over the axis `expert` on the way out, a float32 reduce-scatter on the way back; `capacity` changes
-    nothing here. A device holds its group's tokens, and room for all their assignments in case they all come to it:
-    as evaluations can afford (12.9 GB at the reference run's one sequence per device), not a large training batch.
+    nothing here. All assignments of the gathered tokens may come to one rank, which needs room for them; so the tokens
+    go in `parts`, one after another. Between ranks this moves X tokens for each one, where other transports move K rows:
+    as evaluations can afford, not a large training batch.
     """
-    count = p.gate.shape[0]
-    wide, ids, shares, ok = (jax.lax.all_gather(a, "expert", tiled=True) for a in (x, experts, weights, valid))
-    wide = checkpoint_name(wide, layout.DISPATCHED)
-    ids = ids - count * jax.lax.axis_index("expert")
-    mine = ok[:, None] & (ids >= 0) & (ids < count)
-    rows = layout.capacity_rows(ids.size, count * jax.lax.axis_size("expert"), routing.receiver_capacity)
-    y = local.exact(p, wide, jnp.where(mine, ids, 0), shares, mine, rows)
-    y = jax.lax.psum_scatter(y.astype(jnp.float32), "expert", tiled=True).astype(x.dtype)
+    count, ranks = p.gate.shape[0], jax.lax.axis_size("expert")
+    held = jax.tree.map(lambda w: w.astype(jnp.float32), p)  # in which the parts' gradients are summed
+
+    def one(part: tuple[jax.Array, ...]) -> jax.Array:
+        wide, ids, shares, ok = (jax.lax.all_gather(a, "expert", tiled=True) for a in part)
+        wide = checkpoint_name(wide, layout.DISPATCHED)
+        ids = ids - count * jax.lax.axis_index("expert")
+        mine = ok[:, None] & (ids >= 0) & (ids < count)
+        rows = layout.capacity_rows(ids.size, count * ranks, routing.receiver_capacity)
+        here = jax.tree.map(lambda w: w.astype(x.dtype), held)
+        y = local.exact(here, wide, jnp.where(mine, ids, 0), shares, mine, rows)
+        return jax.lax.psum_scatter(y.astype(jnp.float32), "expert", tiled=True).astype(x.dtype)
+
+    mine = (x, experts, weights, valid)
+    cut = parts(experts.shape[0], experts.shape[1], ranks)
+    if cut == 1:
+        y = one(mine)
+    else:
+        y = jax.lax.map(one, tuple(a.reshape(cut, -1, *a.shape[1:]) for a in mine)).reshape(x.shape)
     none = jnp.int32(0)
     return y, layout.ledger(valid, experts.shape[1], none, none)
+
+
+def parts(tokens: int, k: int, ranks: int) -> int:
+    """Into how many equal parts each rank's `tokens` are cut, so that no part needs room for more than `MOST_ROWS` rows.
+
+    At the reference run's evaluation, one sequence to a device, and its training batch:
+
+    >>> parts(4096, 8, 64), parts(65_536, 8, 64)
+    (8, 128)
+    """
+    fitting = (n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * k * ranks <= MOST_ROWS)
+    return next(fitting, tokens)
