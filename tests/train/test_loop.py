@@ -119,6 +119,26 @@ def test_resume_to_the_bit_with_every_choice_of_memory(run, home, choices):
     assert numbers({s: r for s, r in rows.items() if s}) == numbers({s: r for s, r in {**before, **after}.items() if s})
 
 
+@pytest.mark.parametrize("late", [0, 1], ids=["alone", "several processes"])
+def test_a_save_that_is_due_is_written_once(run, home, monkeypatch, late):
+    """Fails when a wish that processes agree on an update later is uttered again meanwhile: every save came twice."""
+    wishes, saves, clocks = [(False, False)] * late, [], []
+    start = loop.Clock.__init__
+
+    def vote(stop, save):
+        wishes.append((stop, save))
+        return wishes[-1 - late]
+
+    def progress(step, row):
+        clocks[0].save_tick -= 2e9 * (step == 3)  # the third update is read while the fourth is computed
+
+    monkeypatch.setattr(loop.processes, "voting", lambda mesh: vote)
+    monkeypatch.setattr(loop.Clock, "__init__", lambda self, *args: (clocks.append(self), start(self, *args))[1])
+    monkeypatch.setattr(loop.checkpoint, "save", lambda manager, state, step: saves.append(step))
+    sail(run, home, f"once-{late}", evaluate=False, progress=progress)
+    assert saves == [5 + late, 10]
+
+
 def test_choices_that_do_not_go_together_are_refused(run):
     """Fails when a choice that would change the mathematics, or have no effect, is taken in silence."""
     for settings, words in (

@@ -80,7 +80,7 @@ def train(
         clock, vote = Clock(run, peak), processes.voting(mesh)
         unread: tuple[int, steps.Stats] | None = None
         while done < end:
-            stop, save = vote(bool(stopping), clock.since_save() >= host.checkpoint_every_s)
+            stop, save = vote(bool(stopping), clock.save_is_due(host.checkpoint_every_s))
             if stop:
                 break
             with clock.part("loading"):
@@ -189,8 +189,13 @@ class Clock:
         yield
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
 
-    def since_save(self) -> float:
-        return time.perf_counter() - self.save_tick
+    def save_is_due(self, every_s: float) -> bool:
+        """Whether the last save, or the last time that this said yes, is so long ago: with several processes the save
+        that follows is agreed on an update later, and is not to be asked for twice."""
+        due = time.perf_counter() - self.save_tick >= every_s
+        if due:
+            self.saved()
+        return due
 
     def saved(self) -> None:
         self.save_tick = time.perf_counter()
