@@ -195,16 +195,18 @@ def row(target: P.Table, out: dict[str, list[Any]], i: int) -> Body:
 
 def table(body: Body) -> Table:
     """The rows for a terminal; alarms and noise below."""
+    metrics = list(dict.fromkeys(r["metric"] for r in body["rows"]))
     notes = [f"noise of {metric}: {value:.2%}" for metric, value in body["fit"]["noise"].items() if value is not None]
     notes += [f"{a['code']}: {a['message']}" for a in body["fit"]["alarms"]]
-    out = Table(title=f"forecast ({body['fit']['method']})", caption="\n".join(notes), caption_justify="left")
-    for name in ("run", "metric", "step", "tokens", "mean", "50%", "90%"):
+    title = f"forecast ({body['fit']['method']})" + (f" of {metrics[0]}" if len(metrics) == 1 else "")
+    out = Table(title=title, caption="\n".join(notes), caption_justify="left")
+    for name in ("run", *(["metric"] if len(metrics) > 1 else []), "step", "mean", "50%", "90%"):
         out.add_column(name, justify="left" if name in ("run", "metric") else "right")
     for r in body["rows"]:
-        place = ["" if r[k] is None else f"{r[k]:,.0f}" for k in ("step", "tokens")]
+        cells = [r["run"], *([r["metric"]] if len(metrics) > 1 else []), "" if r["step"] is None else f"{r['step']:,.0f}"]
         if r["mean"] is None:
-            out.add_row(r["run"], r["metric"], *place, "", r["reason"], "")
+            out.add_row(*cells, "", r["reason"], "")
             continue
         bands = ["" if r[f"lo{k}"] is None else f"{r[f'lo{k}']:.5g} to {r[f'hi{k}']:.5g}" for k in (50, 90)]
-        out.add_row(r["run"], r["metric"], *place, f"{r['mean']:.5g}", *bands)
+        out.add_row(*cells, f"{r['mean']:.5g}", *bands)
     return out

@@ -22,7 +22,8 @@ EARLIEST = 0.0499  # of a run; what lies before is not fitted where at least fiv
 STARTS, DRAWS = 8, 256
 KEPT_SHAPES = 6
 FEW_RUNS = 12  # up to here refits leave runs out; beyond, runs are weighted at random
-PER_DECADE = 0.001  # of log L, for each decade of FLOPs beyond the largest run
+PRIOR_DOUBT = 1.4  # the priors' places are drawn this many spreads wide: they are themselves guesses
+PER_DECADE = 0.002  # of log L, for each decade of FLOPs beyond the largest run
 LEVELS = {"lo50": 0.25, "hi50": 0.75, "lo90": 0.05, "hi90": 0.95}
 
 
@@ -129,6 +130,7 @@ def refits(found, y, weight, offsets, theta, which, cost, rng, draws) -> Fitted:
         weights *= rng.exponential(size=(draws, counts))[:, found.run_of]
     value = (y + noise * rng.normal(size=(draws, len(y))) / np.sqrt(weight)) / noise
     anchor = rng.normal(size=(draws, theta.shape[1]))
+    anchor[:, : len(s.names)] *= PRIOR_DOUBT
 
     def model(t: np.ndarray, r: np.ndarray) -> np.ndarray:
         return (surface.log_loss(s, t, which[pick[r]], s.points) + t[:, len(s.names) :] @ offsets) / noise

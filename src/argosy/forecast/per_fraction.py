@@ -18,6 +18,8 @@ FRACTIONS = np.arange(1, 21) / 20
 TAIL_POINTS = 5
 NEAREST = 0.025  # an evaluation stands for the nominal fraction within this distance
 
+WITHIN = 0.01  # of the first fraction: a run's own step count does not meet it exactly
+
 
 class Tail(NamedTuple):
     """How unfinished rungs were continued."""
@@ -145,7 +147,7 @@ def at(found: Curve, fraction: np.ndarray) -> dict[str, np.ndarray]:
         read[f"lo{level}"] = ASYMPTOTE + (found.mean - ASYMPTOTE) * np.exp(-half)
         read[f"hi{level}"] = ASYMPTOTE + (found.mean - ASYMPTOTE) * np.exp(half)
     first, last = FRACTIONS[known][[0, -1]]
-    outside = (fraction < first * (1 - 1e-6)) | (fraction > last * (1 + 1e-6)) | np.isnan(fraction)
+    outside = (fraction < first * (1 - WITHIN)) | (fraction > last * (1 + WITHIN)) | np.isnan(fraction)
     return {
         name: np.where(outside, math.nan, np.interp(np.nan_to_num(fraction), FRACTIONS[known], column[known]))
         for name, column in read.items()
