@@ -282,6 +282,13 @@ def test_bad_input_is_refused_before_any_compilation(capsys, monkeypatch, argv, 
         assert word in err, err
 
 
+def test_what_cannot_be_trained_is_refused_by_the_process_too():
+    """Fails when a run that training refuses is compiled, or its refusal is lost between the processes."""
+    run = spec.override(runs.find("pocket"), ["mesh.context=2"])
+    with pytest.raises(ValueError, match=r"mesh.context=2 can be planned but not yet trained"):
+        rehearse.rehearse(run, lambda text: pytest.fail(text))
+
+
 KEYS = {"devices", "mesh", "bytes_per_device", "collectives", "all_to_all", "ok", "problems"}
 
 

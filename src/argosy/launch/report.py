@@ -41,18 +41,22 @@ def _bytes(found: dict) -> RenderableType:
             planned = found["closed_form_bytes_per_device"][kind][place]
             totals[place] += n
             if n or planned:
-                table.add_row(KINDS[kind], Text(place, "dim"), size(n), Text(size(planned), "dim"), _agree(n, planned))
+                table.add_row(KINDS[kind], Text(place, "dim"), _held(n), Text(_held(planned), "dim"), _agree(n, planned))
     for place, n in totals.items():
         if n:
-            table.add_row(Text("in all", "bold"), Text(place, "dim"), Text(size(n), "bold"), "", "")
+            table.add_row(Text("in all", "bold"), Text(place, "dim"), Text(_held(n), "bold"), "", "")
     temporary = found["temporary_bytes_per_device"]
     peak = totals["device"] + temporary["plan"]
-    lines = Text.assemble(
-        (f"With activations {size(peak)} at the fullest moment by the plan, of {size(found['usable_bytes'])} usable on a"),
-        (f" {found['chip']}. Here the CPU compiler took {size(temporary['compiler'])} of buffers: no accelerator's figure."),
+    lines = Text(
+        f"With activations {_held(peak)} at the fullest moment by the plan, of {size(found['usable_bytes'])} usable"
+        f" ({found['chip']}). Here the CPU compiler took {_held(temporary['compiler'])} of buffers: no accelerator's figure.",
         style="dim",
     )
     return Group(table, lines)
+
+
+def _held(n: float | int) -> str:
+    return size(n) if n >= 2**20 else _amount(n)
 
 
 def _agree(n: float | int, planned: float | int) -> Text:
@@ -132,7 +136,7 @@ def _exchange(found: dict) -> Table:
 
 
 def _verdict(found: dict) -> Group:
-    seconds = Text(f"Compiled and read in {found['seconds']:,.0f} s and {size(found['peak_memory_bytes'])}.", "dim")
+    seconds = Text(f"Compiled and read in {found['seconds']:,.0f} s with {size(found['peak_memory_bytes'])}.", "dim")
     if found["ok"]:
         return Group(
             Text.assemble(("Ready. ", "bold green"), "Every byte and every collective is explained, within 2%."), seconds

@@ -104,7 +104,7 @@ def resumed(run: spec.Run, state: State) -> State:
     return state._replace(params=leaf.tree_map(cast, leaves, state.params), masters=masters)
 
 
-def abstract(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
+def abstract(run: spec.Run, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> State:
     """Shapes, dtypes, shardings and memories of the state, nothing allocated; `kept` of it is what a checkpoint is restored into."""
     leaves = transformer.leaves(run)
 
