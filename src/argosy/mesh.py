@@ -1,5 +1,7 @@
 """The only place where a device mesh is built: four axes that always exist."""
 
+from collections.abc import Iterable
+
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -61,6 +63,29 @@ def gather(w: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jax.sharding.reshard(w.astype(dtype), P())
 
 
+def placed(w: jax.Array) -> tuple[jax.Array, P]:
+    """A weight as it goes into `shard_map`, and its `in_specs`: as it lies, and over every axis that has one device.
+
+    Nothing moves. But a gradient is summed over each axis that the specs leave out, and XLA:CPU copies it even where that
+    axis has one device: all gradients once more, in time and memory.
+    """
+    parts = jax.typeof(w).sharding.spec
+    devices = jax.sharding.get_abstract_mesh().shape
+    single = tuple(axis for axis in spec.AXES if devices[axis] == 1 and axis not in _axes(parts))
+    parts = P((*_axes(parts[:1]), *single) or None, *parts[1:])
+    return jax.sharding.reshard(w, parts), parts
+
+
+def _axes(parts: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
+    """The axes that a spec names."""
+    return tuple(axis for part in parts for axis in ((part,) if isinstance(part, str) else part or ()))
+
+
+def varying(w: jax.Array, parts: P) -> jax.Array:
+    """Inside `shard_map`: a weight laid out by `parts`, for tokens that differ over all axes: one sum of its gradient."""
+    return jax.lax.pcast(w, tuple(axis for axis in spec.AXES if axis not in _axes(parts)), to="varying")
+
+
 def whole(w: jax.Array, parts: P, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Inside `shard_map`: the weight of which this device was given its part by `parts`, in the dtype of a product.
 
@@ -68,24 +93,9 @@ def whole(w: jax.Array, parts: P, dtype: jax.typing.DTypeLike) -> jax.Array:
     way, and only then summed over those that hold the same part: all in that dtype, and no device receives what it
     does not keep.
     """
-    used = [axis for part in parts for axis in ((part,) if isinstance(part, str) else part or ())]
-    w = jax.lax.pcast(w.astype(dtype), tuple(axis for axis in spec.AXES if axis not in used), to="varying")
+    w = varying(w.astype(dtype), parts)
     for dim, part in enumerate(parts):
-        if part is not None:
-            w = jax.lax.all_gather(w, part, axis=dim, tiled=True)
-    return w
-
-
-def whole(w: jax.Array, parts: P, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Inside `shard_map`: the weight of which this device was given its part by `parts`, in the dtype of a product.
-
-    Cast first, so that fewer bytes travel. The gradient is scattered to the devices that hold the parts, summed on the
-    way, and only then summed over those that hold the same part: all in that dtype, and no device receives what it
-    does not keep.
-    """
-    used = [axis for part in parts for axis in ((part,) if isinstance(part, str) else part or ())]
-    w = jax.lax.pcast(w.astype(dtype), tuple(axis for axis in spec.AXES if axis not in used), to="varying")
-    for dim, part in enumerate(parts):
-        if part is not None and jax.lax.axis_size(part) > 1:
-            w = jax.lax.all_gather(w, part, axis=dim, tiled=True)
+        divided = tuple(axis for axis in _axes((part,)) if jax.lax.axis_size(axis) > 1)
+        if divided:
+            w = jax.lax.all_gather(w, divided, axis=dim, tiled=True)
     return w

@@ -118,11 +118,13 @@ def layer(
 def embed(table: Float[Array, "V D"], tokens: Int[Array, "B S"], dtype: Any) -> Float[Array, "B S D"]:
     """Rows of the table, which is whole on every device: no collective in the look-up, one sum in its gradient."""
 
+    table, parts = mesh.placed(table)
+
     def local(table: Array, tokens: Array) -> Array:
-        table = jax.lax.pcast(table, spec.AXES, to="varying")
+        table = mesh.whole(table, parts, table.dtype)
         return table.at[tokens].get(mode="promise_in_bounds").astype(dtype)
 
-    return jax.shard_map(local, in_specs=(P(None, None), mesh.B_S), out_specs=mesh.B_S_D)(table, tokens)
+    return jax.shard_map(local, in_specs=(parts, mesh.B_S), out_specs=mesh.B_S_D)(table, tokens)
 
 
 def loss(params: Params, router_bias: Float[Array, "L E"], batch: Batch, run: spec.Run) -> Losses:

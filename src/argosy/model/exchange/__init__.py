@@ -90,12 +90,13 @@ def moe(
     u = x if p.experts.latent is None else experts.latent_down(p.experts.latent, x)
     s = jnp.einsum("bsd,de->bse", x, mesh.gather(p.router, x.dtype), preferred_element_type=jnp.float32)
     over = () if run.routing.exchange == "dense" else ("expert",)  # the oracle holds every expert
-    routed_spec = P(*(over or (None,)), None, None)
-    weights = jax.tree.map(lambda w: jax.sharding.reshard(w.astype(x.dtype), routed_spec), p.experts.routed)
+    divided = P(*(over or (None,)), None, None)
+    weights = jax.tree.map(lambda w: mesh.placed(jax.sharding.reshard(w.astype(x.dtype), divided))[0], p.experts.routed)
+    divided = jax.typeof(weights.gate).sharding.spec
     same: Any = P()  # on every device
     shard = jax.shard_map(
-        partial(_shard, run=run, carry=carry, over=over, capacity=capacity or run.routing.capacity),
-        in_specs=(jax.tree.map(lambda _: routed_spec, weights), mesh.B_S_D, mesh.B_S_D, P(None), mesh.B_S),
+        partial(_shard, run=run, carry=carry, divided=divided, capacity=capacity or run.routing.capacity),
+        in_specs=(jax.tree.map(lambda _: divided, weights), mesh.B_S_D, mesh.B_S_D, P(None), mesh.B_S),
         out_specs=(mesh.B_S_D, MoeStats(same, same, same, same, same, parts.specs(run.compute.accumulate))),
     )
     y, stats = shard(weights, u, s, bias, valid)
@@ -115,7 +116,7 @@ def _shard(
     *,
     run: spec.Run,
     carry: Callable,
-    over: tuple[str, ...],
+    divided: P,
     capacity: str,
 ) -> tuple[jax.Array, MoeStats]:
     """One shard's part: routing, exchange and statistics over its tokens."""
@@ -123,8 +124,7 @@ def _shard(
     x, s, ok = u.reshape(tokens, u.shape[-1]), s.reshape(tokens, s.shape[-1]), valid.reshape(tokens)
     routing = router.route(s, bias, run.moe.experts_per_token, run.moe.combine_sum)
     stats = router.statistics(s, routing, ok, bias, spec.AXES)
-    elsewhere = tuple(axis for axis in spec.AXES if axis not in over)
-    p = jax.tree.map(lambda w: jax.lax.pcast(w, elsewhere, to="varying"), p)  # one sum of gradients, at the end
+    p = jax.tree.map(partial(mesh.varying, parts=divided), p)
     y, ledger = carry(p, x, routing.experts, routing.weights, ok, run.routing, capacity)
     aux = jnp.float32(0)
     if run.routing.balance == "aux_loss":
