@@ -1,7 +1,7 @@
 """Where every assignment goes: static sizes, ranks, rows, and the ledger of what was dropped."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def fairness(mine: Ledger, axes: tuple[str, ...]) -> Fairness:
     return Fairness(lowest, -highest)
 
 
-# ---- moving rows: each is the other's transpose, both are gathers -------------------------------
+# ---- moving rows: every one is a gather, forward and backward --------------------------------------
 
 
 def take(x: Num[Array, "N ..."], index: Int[Array, "..."]) -> Num[Array, "..."]:
@@ -124,13 +124,11 @@ def dispatch(x: Float[Array, "T Z"], at: Slots) -> Float[Array, "E C Z"]:
 
 @jax.custom_vjp
 def collect(rows: Float[Array, "E C Z"], at: Slots) -> Float[Array, "T Z"]:
-    """The sum of each token's rows, accumulated in float32; refused assignments add nothing."""
-    flat = rows.reshape(-1, rows.shape[-1])
+    """The transpose of `dispatch`: the sum of each token's rows, in float32; refused assignments add nothing."""
     total = jnp.zeros((at.row.shape[0], rows.shape[-1]), jnp.float32)
     for k in range(at.row.shape[1]):  # unrolled, gather and sum fuse: no [T, K, Z] is written
-        row = at.row[:, k]
-        one = flat.at[row].get(mode="clip").astype(jnp.float32)
-        total = total + jnp.where((row < flat.shape[0])[:, None], one, 0.0)
+        one, there = _row(rows, at, k)
+        total = total + jnp.where(there, one, 0.0)
     return total.astype(rows.dtype)
 
 
@@ -150,3 +148,31 @@ def unscale(rows: Float[Array, "E C"], at: Slots) -> Float[Array, "T K"]:
 
 
 scale.defvjp(lambda w, at: (scale(w, at), at), lambda at, g: (unscale(g, at), None))
+
+
+@jax.custom_vjp
+def combine(rows: Float[Array, "X P Z"], weights: Float[Array, "T K"], at: Slots) -> Float[Array, "T Z"]:
+    """The weighted sum of each token's rows, in float32; refused assignments add nothing."""
+    total = jnp.zeros((weights.shape[0], rows.shape[-1]), jnp.float32)
+    for k in range(weights.shape[1]):
+        one, there = _row(rows, at, k)
+        total = total + jnp.where(there, one * weights[:, k, None], 0.0)
+    return total
+
+
+def _row(rows: jax.Array, at: Slots, k: int) -> tuple[jax.Array, jax.Array]:
+    """Each token's k-th row in float32, and whether it has one."""
+    flat, row = rows.reshape(-1, rows.shape[-1]), at.row[:, k]
+    return flat.at[row].get(mode="clip").astype(jnp.float32), (row < flat.shape[0])[:, None]
+
+
+def _combine_backward(saved: Any, g: jax.Array) -> Any:
+    rows, weights, at = saved
+    wide = take(g.astype(rows.dtype), at.source // weights.shape[1]).astype(jnp.float32)
+    d_rows = wide * scale(weights, at)[:, :, None]
+    picked = [_row(rows, at, k) for k in range(weights.shape[1])]
+    d_weights = [jnp.sum(jnp.where(there, one * g, 0.0), 1) for one, there in picked]
+    return d_rows.astype(rows.dtype), jnp.stack(d_weights, 1), None
+
+
+combine.defvjp(lambda rows, weights, at: (combine(rows, weights, at), (rows, weights, at)), _combine_backward)

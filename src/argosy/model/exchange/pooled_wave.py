@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def pooled_wave(
         received = checkpoint_name(received, layout.DISPATCHED)
         arrived, leaving, lost = _arrange(received[:, : size.headers], size, local, rows)
         out = _compute(p, received.reshape(-1, x.shape[1]), arrived, leaving)
-        y = y + combine(_swap(out.reshape(ranks, size.pool, -1)), weights, here)
+        y = y + layout.combine(_swap(out.reshape(ranks, size.pool, -1)), weights, here)
         refused = refused + lost
     dropped = jax.lax.psum_scatter(refused, "expert")  # each sender hears how many of its rows found no room
     return y.astype(x.dtype), layout.ledger(valid, k, good - jnp.sum(keep, dtype=jnp.int32), dropped)
@@ -143,31 +143,3 @@ def _compute(p: Routed, rows: Float[Array, "N Z"], arrived: layout.Slots, leavin
     a layer that is computed again anyway (`compute.remat`) would then compute these two a third time.
     """
     return layout.collect(swiglu(p, layout.dispatch(rows, arrived)), leaving)
-
-
-@jax.custom_vjp
-def combine(rows: Float[Array, "X P Z"], weights: Float[Array, "T K"], at: layout.Slots) -> Float[Array, "T Z"]:
-    """The weighted sum of each token's rows, in float32; refused assignments add nothing."""
-    total = jnp.zeros((weights.shape[0], rows.shape[-1]), jnp.float32)
-    for k in range(weights.shape[1]):
-        one, there = _row(rows, at, k)
-        total = total + jnp.where(there, one * weights[:, k, None], 0.0)
-    return total
-
-
-def _row(rows: jax.Array, at: layout.Slots, k: int) -> tuple[jax.Array, jax.Array]:
-    """Each token's k-th row in float32, and whether it has one."""
-    flat, row = rows.reshape(-1, rows.shape[-1]), at.row[:, k]
-    return flat.at[row].get(mode="clip").astype(jnp.float32), (row < flat.shape[0])[:, None]
-
-
-def _combine_backward(saved: Any, g: jax.Array) -> Any:
-    rows, weights, at = saved
-    wide = layout.take(g.astype(rows.dtype), at.source // weights.shape[1]).astype(jnp.float32)
-    d_rows = wide * layout.scale(weights, at)[:, :, None]
-    picked = [_row(rows, at, k) for k in range(weights.shape[1])]
-    d_weights = [jnp.sum(jnp.where(there, one * g, 0.0), 1) for one, there in picked]
-    return d_rows.astype(rows.dtype), jnp.stack(d_weights, 1), None
-
-
-combine.defvjp(lambda rows, weights, at: (combine(rows, weights, at), (rows, weights, at)), _combine_backward)

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy import spec
 from argosy.model.exchange import gathered, layout, local
-from argosy.model.exchange.pooled_wave import combine
 from argosy.model.experts import Routed
 
 AXIS = "expert"
@@ -91,7 +90,7 @@ def ragged(
         buffer, rows = send(rows, chunk, most, i + 1 == len(chunks), by.move)
         buffer = products(part, checkpoint_name(buffer, layout.DISPATCHED), chunk.load, by.products)
         back = bring(buffer, back, chunk, by.move)
-    y = combine(back[None], weights, at).astype(x.dtype)
+    y = layout.combine(back[None], weights, at).astype(x.dtype)
     return y, layout.ledger(valid, experts.shape[1], jnp.int32(0), jnp.sum(load - mine))
 
 
