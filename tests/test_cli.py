@@ -78,7 +78,7 @@ def test_the_inverse(capsys):
         (["plan", "nowhere.py:run"], ["does not exist", "argosy new"]),
         (["trian", "pocket"], ["unknown command 'trian'", "train"]),
         (["train", "pocket", "--as", "../up"], ["plain folder name"]),
-        (["train", "marin-535b"], ["pooled_wave", "local"]),
+        (["train", "marin-535b"], ["704 devices", "mesh.replica"]),
         (
             [
                 "train",
@@ -93,7 +93,11 @@ def test_the_inverse(capsys):
             ["1000 devices"],
         ),
         (["train", "pocket", "--set", "routing.exchange=ring"], ["routing.exchange", "local"]),
-        (["train", "pocket", "--set", "compute.accumulate=2"], ["compute.accumulate"]),
+        (
+            ["train", "pocket", "--set", "compute.accumulate=2", "--set", "routing.balance=aux_loss"],
+            ["compute.accumulate=2", "routing.balance=quantile"],
+        ),
+        (["train", "pocket", "--set", "mesh.context=2"], ["mesh.context=2", "nearest legal 1"]),
         (["train", "pocket", "--set", "compute.masters=pinned_host"], ["compute.masters"]),
         (["train", "pocket", "--set", "data.corpus=mine"], ["argosy data build", "mine"]),
         (["train", "pocket", "--stop-after", "-3"], ["--stop-after"]),
