@@ -34,6 +34,15 @@ def test_fields_are_few_and_never_booleans(pocket):
     assert not any(isinstance(v, bool) for v in values.values())
 
 
+@pytest.mark.parametrize("key", ["data.batch_seqs", "evals.batch_seqs"])
+def test_more_assignments_than_int32_counts_are_refused_with_the_most_that_it_does(pocket, key):
+    """4 x 256 of each of 2^21 sequences are 2^31, one more than fits. Fails when a step or an evaluation could overflow."""
+    legal = 2**21 - 1
+    spec.override(pocket, [f"{key}={legal}"])
+    with pytest.raises(ValueError, match=rf"{key}=2,097,152 .* 2,147,483,648 assignments .* nearest legal {key}={legal:,}$"):
+        spec.override(pocket, [f"{key}={legal + 1}"])
+
+
 def test_key_follows_every_value_but_the_recipes_name(pocket):
     assert dataclasses.replace(pocket, recipe="other").key() == pocket.key()
     seen = {pocket.key()}

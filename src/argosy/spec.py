@@ -428,16 +428,21 @@ def _check_routing(run: Run) -> None:
 
 
 def _check_counts(run: Run) -> None:
-    """One layer's assignments in a step can be counted on a device."""
-    seqs, each, mesh = run.data.batch_seqs, run.data.seq_len * run.moe.experts_per_token, run.mesh
-    unit = mesh.replica * mesh.data * mesh.expert * run.compute.accumulate
-    if seqs * each > MOST_ASSIGNMENTS:
-        legal = MOST_ASSIGNMENTS // each // unit * unit
-        shorter = f"data.batch_seqs={unit:,} with data.seq_len={MOST_ASSIGNMENTS // unit // run.moe.experts_per_token:,}"
+    """One layer's assignments in a step, and in an evaluation's batch, can be counted on a device."""
+    d, k, mesh = run.data, run.moe.experts_per_token, run.mesh
+    shards = mesh.replica * mesh.data * mesh.expert
+    for key, seqs, unit in (
+        ("data.batch_seqs", d.batch_seqs, shards * run.compute.accumulate),
+        ("evals.batch_seqs", run.evals.batch_seqs, shards),
+    ):
+        if seqs * d.seq_len * k <= MOST_ASSIGNMENTS:
+            continue
+        legal = MOST_ASSIGNMENTS // (d.seq_len * k) // unit * unit
+        shorter = f"{key}={unit:,} with data.seq_len={MOST_ASSIGNMENTS // unit // k:,}"
         raise ValueError(
-            f"data.batch_seqs={seqs:,} x data.seq_len={run.data.seq_len:,} x moe.experts_per_token={run.moe.experts_per_token}"
-            f" are {seqs * each:,} assignments in a step; they are counted in int32, up to {MOST_ASSIGNMENTS:,}; nearest legal"
-            f" {f'data.batch_seqs={legal:,}' if legal else shorter}"
+            f"{key}={seqs:,} x data.seq_len={d.seq_len:,} x moe.experts_per_token={k} are {seqs * d.seq_len * k:,} assignments"
+            f" in a step; they are counted in int32, up to {MOST_ASSIGNMENTS:,}; nearest legal"
+            f" {f'{key}={legal:,}' if legal else shorter}"
         )
 
 

@@ -241,6 +241,13 @@ def test_interpolation_at_the_reference_shape_is_exact():
     assert abs(float(got) - expected) < width * 2e-3
 
 
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(2**31 - 1, 1, 384), (2**28 - 1, 8, 384), (10, 3, 4), (8, 3, 4)])
+def test_the_rank_of_the_quantile_is_rounded_up(tokens, k, experts):
+    """Also of as many assignments as an int32 holds: fails when a sum on the way is larger."""
+    need, target = router.rank(jnp.int32(tokens), k, experts)
+    assert (int(need), int(target)) == (-(-tokens * k // experts), tokens * k)
+
+
 # ---- the next bias -------------------------------------------------------------------------------
 
 

@@ -259,7 +259,7 @@ def most(bins: int) -> int:
 def rank(tokens: Int[Array, ""], k: int, count: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """How many values lie at or above the quantile, T K / E: rounded up, and in units of 1 / E."""
     target = tokens * k
-    return (target + count - 1) // count, target
+    return -(-target // count), target  # without a sum: it may be the largest int32
 
 
 def interpolate(at: Crossing, target: jax.Array, count: int, low: jax.Array, width: jax.Array) -> jax.Array:
