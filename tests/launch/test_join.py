@@ -62,6 +62,8 @@ def test_numbers_come_from_the_command_line_then_from_the_launcher():
         (join.Link("h:9", 2, 2), "numbered 0 to 1, each once; nearest legal 1"),
         (join.Link("h:9", 2, -1), "nearest legal 0"),
         (join.Link(join_timeout=0.0), "above 0"),
+        (join.Link(join_timeout=float("nan")), "nearest legal 1"),
+        (join.Link(join_timeout=float("inf")), "nearest legal 604800"),
     ],
 )
 def test_a_wrong_link_is_refused_with_the_nearest_legal_one(link, says):

@@ -18,6 +18,7 @@ from typing import Any
 
 from argosy.launch import lifeline
 
+LONGEST_S = 7 * 24 * 3600  # to wait for the others
 PEER_SILENT_S = 30  # a process that has not been heard of for so long is taken for dead, and all end
 
 
@@ -44,8 +45,11 @@ def join(link: Link, environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         ValueError: when the numbers do not fit together, or the others do not come: at every process that is there.
     """
-    if link.join_timeout <= 0:
-        raise ValueError(f"--join-timeout {link.join_timeout} is in seconds and above 0; nearest legal 1")
+    if not 0 < link.join_timeout <= LONGEST_S:
+        nearest = LONGEST_S if link.join_timeout > LONGEST_S else 1
+        raise ValueError(
+            f"--join-timeout {link.join_timeout} is in seconds, above 0 and at most {LONGEST_S:,}; nearest legal {nearest}"
+        )
     told = explicit(link, environment)
     if told is None:
         name = detected(environment)
