@@ -61,9 +61,29 @@ def test_the_inverse(capsys):
     assert body["smaller"]["plan"]["params"]["active"] < body["proposal"]["plan"]["params"]["active"]
 
 
+def test_choices_of_memory_in_words_and_in_json(capsys):
+    """The settings that are printed are those of the JSON, and a run that takes them fits and has nothing more to set."""
+    status, out, err = call(capsys, "plan", "marin-535b", "--fit", "--json")
+    found = json.loads(out)
+    assert (status, err, found["nothing"], found["chosen"]["fits"]) == (0, "", None, True)
+    settings = [word for setting in found["set"] for word in ("--set", setting)]
+    status, out, _ = call(capsys, "plan", "marin-535b", "--fit")
+    assert status == 0
+    assert " ".join(settings) in " ".join(out.split())
+    status, out, _ = call(capsys, "plan", "marin-535b", *settings, "--fit", "--json")
+    again = json.loads(out)
+    assert (status, again["set"], again["asked"]) == (0, [], found["chosen"])
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["launch", "local", "--processes", "2"], ["not nothing", "-- train pocket"]),
+        (["launch", "local", "train", "poket"], ["unknown recipe 'poket'"]),
+        (["plan", "--fit"], ["takes a recipe"]),
+        (["plan", "pocket", "--fit", "--price", "2"], ["takes a recipe and --set alone"]),
+        (["plan", "pocket", "--fit", "--drops-from", "pocket"], ["takes a recipe and --set alone"]),
+        (["plan", "--chip", "h100", "--chips", "8", "--days", "9", "--drops-from", "pocket"], ["not both"]),
         (["plan", "poket"], ["unknown recipe 'poket'", "pocket"]),
         (["plan"], ["needs a recipe", "pocket"]),
         (["plan", "pocket", "--chip", "h100"], ["not both"]),

@@ -1,6 +1,5 @@
 """The command line. Each command is one function; what it prints as a table it also prints with `--json`."""
 
-import itertools
 import json as jsonlib
 import os
 import shlex
@@ -211,15 +210,17 @@ def plan(
     from argosy.plan import fit as fitting
     from argosy.runs import propose
 
-    if fit and (chip or chips or days or price or deadline or goodput or not recipe):
+    if fit and (chip or chips or days or price or deadline or goodput or drops_from or not recipe):
         raise ValueError("argosy plan --fit takes a recipe and --set alone; e.g. argosy plan marin-535b --fit")
     if fit:
         choices = fitting.fit(resolve(recipe, settings, seed))
         emit(choices) if json else fitting.show(choices, console())
         return
     if chip or chips or days:
-        if recipe:
-            raise ValueError(f"argosy plan {recipe} --chip: name a recipe, or --chip, --chips and --days, not both")
+        if recipe or drops_from:
+            raise ValueError(
+                f"argosy plan {recipe or '--drops-from'} --chip: name a recipe, or --chip, --chips and --days, not both"
+            )
         found = propose.propose(chip, chips, days, propose.GOODPUT if goodput is None else goodput)
         emit(found) if json else report.show_proposal(found, console())
         return
@@ -396,25 +397,12 @@ def local(
     """
     from argosy.launch import local as launching
 
-    words = shlex.split(command)  # main has put all after "--" into one word
+    words = shlex.split(command)  # `main` has made them one word
     launching.check(words, processes, devices_per_process)
-    status = launching.run(widened(words, processes * devices_per_process), processes, devices_per_process)
+    words = launching.laid_over(words, processes * devices_per_process)
+    status = launching.run(words, processes, devices_per_process)
     if status:
         sys.exit(status)
-
-
-def widened(command: Sequence[str], devices: int) -> list[str]:
-    """A command to train, with a recipe made for one device laid over all devices."""
-    from argosy.launch import local as launching
-
-    words = list(command)
-    if words[0] == "sample" or len(words) < 2 or any(w.startswith("mesh.") for w in words):
-        return words
-    settings = [w for flag, w in itertools.pairwise(words) if flag == "--set"]
-    more = launching.widened(resolve(words[1], settings, None), devices)
-    if more:
-        print(f"argosy: a recipe for one device, on {devices}: --set {' '.join(more)} is added", file=sys.stderr, flush=True)
-    return words + [w for setting in more for w in ("--set", setting)]
 
 
 @app.command
@@ -468,9 +456,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "launch",
         "rehearse",
     )
-    if args[:1] == ["launch"] and "--" in args:
-        cut = args.index("--")
-        args = [*args[:cut], shlex.join(args[cut + 1 :])]
+    if args[:1] == ["launch"]:
+        from argosy.launch import local as launching
+
+        args = launching.grouped(args)
     try:
         if args and not args[0].startswith("-") and args[0] not in known:
             raise ValueError(f"unknown command {args[0]!r}; nearest: {', '.join(spec.nearest(args[0], known))}")

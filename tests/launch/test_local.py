@@ -152,7 +152,7 @@ def test_when_the_launcher_is_killed_its_processes_are_told_to_end(tmp_path):
         ((["train", "pocket"], 0, 4), "--processes 0 is 1 to 512 on one machine; nearest legal 1"),
         ((["train", "pocket"], 2, 513), "--devices-per-process 513 is 1 to 512 on one machine; nearest legal 512"),
         (([], 2, 4), "e.g. argosy launch local --processes 2 --devices-per-process 4 -- train pocket"),
-        ((["plan", "pocket"], 2, 4), "starts argosy train, voyage, sample, not 'plan pocket'"),
+        ((["plan", "pocket"], 2, 4), "starts argosy train, voyage, sample, not plan pocket"),
         ((["train", "pocket", "--process", "1"], 2, 4), "sets --process of each process itself"),
         ((["train", "pocket", "--coordinator=h:9"], 2, 4), "sets --coordinator of each process itself"),
     ],
@@ -168,3 +168,22 @@ def test_a_recipe_for_one_device_is_laid_over_all_of_them(pocket):
     assert local.widened(waves, 8) == ("mesh.expert=8",)
     assert local.widened(spec.override(pocket, ["mesh.data=2"]), 8) == ()
     assert local.widened(pocket, 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (["train", "pocket"], ["--set", "mesh.replica=8"]),
+        (["train", "--as", "mine", "--json", "--set=routing.exchange=ragged", "pocket"], ["--set", "mesh.expert=8"]),
+        (["voyage", "pocket", "--set=mesh.data=8"], []),
+        (["train", "--help"], []),
+        (["sample", "pocket", "x"], []),
+    ],
+)
+def test_a_command_is_laid_over_all_devices_whatever_the_order_of_its_words(words, more):
+    assert local.laid_over(words, 8) == [*words, *more]
+
+
+def test_a_recipe_that_there_is_not_is_named_before_anything_starts():
+    with pytest.raises(ValueError, match="unknown recipe 'poket'"):
+        local.laid_over(["train", "--seed", "3", "poket"], 8)

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy import spec
+from argosy import runs, spec
 
 GRACE_S = 5.0  # to end by themselves once one has failed; twice that and they are killed
 COMMANDS = ("train", "voyage", "sample")
@@ -72,12 +73,23 @@ def check(command: Sequence[str], processes: int, devices_per_process: int) -> N
             raise ValueError(f"{flag} {value} is 1 to 512 on one machine; nearest legal {min(max(value, 1), 512)}")
     if not command or command[0] not in COMMANDS:
         raise ValueError(
-            f"argosy launch local starts argosy {', '.join(COMMANDS)}, not {' '.join(command[:2]) or 'nothing'!r}; e.g. argosy launch"
+            f"argosy launch local starts argosy {', '.join(COMMANDS)}, not {' '.join(command[:2]) or 'nothing'}; e.g. argosy launch"
             " local --processes 2 --devices-per-process 4 -- train pocket"
         )
     for flag in ("--coordinator", "--processes", "--process"):
         if any(word == flag or word.startswith(flag + "=") for word in command):
             raise ValueError(f"argosy launch local sets {flag} of each process itself; leave it out after --")
+
+
+def grouped(words: Sequence[str]) -> list[str]:
+    """The words of a launch with those of what is launched as one: all after `--`, or from the name of the command on.
+
+    >>> grouped(["launch", "local", "--processes", "2", "--", "train", "pocket"])
+    ['launch', 'local', '--processes', '2', 'train pocket']
+    """
+    cut = next((i for i, word in enumerate(words) if word in ("--", *COMMANDS)), len(words))
+    command = words[cut + (words[cut : cut + 1] == ["--"]) :]
+    return [*words[:cut], *([shlex.join(command)] if command else [])]
 
 
 def widened(run: spec.Run, devices: int) -> tuple[str, ...]:
@@ -92,6 +104,38 @@ def widened(run: spec.Run, devices: int) -> tuple[str, ...]:
     if spec.devices(run) != 1 or devices == 1:
         return ()
     return (f"mesh.{'expert' if run.routing.exchange in ('pooled_wave', 'ragged') else 'replica'}={devices}",)
+
+
+def laid_over(command: Sequence[str], devices: int) -> list[str]:
+    """A command to train, with the settings that lay its recipe over all devices, which are said on standard error.
+
+    Raises:
+        ValueError: for a recipe that there is not, or settings that it does not take.
+    """
+    recipe, settings = asked(command[1:])
+    if command[0] == "sample" or not recipe or any(setting.startswith("mesh.") for setting in settings):
+        return list(command)
+    more = widened(spec.override(runs.find(recipe), settings), devices)
+    if more:
+        print(f"argosy: a recipe for one device, on {devices}: --set {' '.join(more)} is added", file=sys.stderr, flush=True)
+    return [*command, *(word for setting in more for word in ("--set", setting))]
+
+
+def asked(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The recipe, empty if there is none, and the settings among the words after `train` or `voyage`, in any order.
+
+    >>> asked(["--as", "mine", "--set=seed=3", "pocket", "--json", "--set", "mesh.data=2"])
+    ('pocket', ['seed=3', 'mesh.data=2'])
+    """
+    recipe, settings, rest = "", [], iter(words)
+    for word in rest:
+        flag, joined, value = word.partition("=")
+        if not word.startswith("-"):
+            recipe = recipe or word
+        elif flag not in ("--json", "--help", "-h"):  # every other flag has a value
+            value = value if joined else next(rest, "")
+            settings += [value] if flag == "--set" else []
+    return recipe, settings
 
 
 def environment(inherited: Mapping[str, str], devices: int) -> dict[str, str]:
