@@ -5,6 +5,7 @@
 The target's loss comes from its own forecast, so that the band holds the loss's band, the sigmoid's and the noise of a task.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +106,7 @@ def predict(sigmoid: Sigmoid, points: P.Table, target: P.Table, seed: int = 2) -
         points: the rows of the sigmoid's loss.
         target: the accuracy's rows.
     """
-    asked = target._replace(metric=(sigmoid.loss,) * len(target))
+    asked = replace(target, metric=(sigmoid.loss,) * len(target))
     found = joint.fit(points, asked)
     s = found.setting
     loss = np.exp(surface.log_loss(s, found.draws, found.draw_shapes, s.target))

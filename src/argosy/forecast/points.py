@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ LOSS = re.compile(r"loss|bpb|bits_per|nll|cross_?entropy|perplexity|ppl", re.IGN
 ACCURACY = re.compile(r"acc(uracy)?(_norm)?\b|exact_match|pass@|pass_at", re.IGNORECASE)
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Table:
     """Columns of one table, rows in the file's order; a cell that is empty is NaN."""
 
     run: tuple[str, ...]

@@ -1,0 +1,138 @@
+"""Fails when a table that makes no sense is taken silently, or a message does not say what and where."""
+
+import math
+
+import numpy as np
+import pytest
+
+from argosy.forecast import fit
+from argosy.forecast import points as P
+
+METRIC = "eval_dropless/paloma/macro/loss"
+
+
+def rung(name: str, params: float, count: int = 20, steps: int = 1000, metric: str = METRIC) -> list[dict]:
+    """A finished run on 1.5 + (3e8 / N)^0.2 + (1e10 / D)^0.2, batch growing with size."""
+    out = []
+    for k in range(1, count + 1):
+        step = steps * k // count
+        tokens = 100 * params * step / steps
+        value = 1.5 + (3e8 / params) ** 0.2 + (1e10 / tokens) ** 0.2
+        out.append(
+            {
+                "run": name,
+                "metric": metric,
+                "step": step,
+                "steps_total": steps,
+                "tokens": tokens,
+                "tokens_per_step": tokens / step,
+            }
+            | {"active_params": params, "total_params": 10 * params, "flops": 6 * params * tokens, "value": value}
+        )
+    return out
+
+
+def ladder() -> list[dict]:
+    return rung("a", 1e8) + rung("b", 3e8) + rung("c", 9e8)
+
+
+def hero(metric: str = METRIC, params: float = 2e10) -> list[dict]:
+    return [{k: v for k, v in row.items() if k != "value"} for row in rung("hero", params, count=5, metric=metric)]
+
+
+def forecast(points: list[dict], target: list[dict], **more) -> dict:
+    return fit.fit(P.of_rows(points), P.of_rows(target, "TARGET"), **more)
+
+
+def changed(row: int, **cells) -> list[dict]:
+    rows = ladder()
+    rows[row] |= cells
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("points", "target", "says"),
+    [
+        ([], hero(), "POINTS has no rows"),
+        (ladder(), [], "TARGET has no rows"),
+        (ladder()[:2], hero(), "2 points are too few"),
+        (changed(3, value=math.nan), hero(), r"row 4 .*empty or NaN"),
+        (changed(3, value=-1.0), hero(), r"row 4 .*not positive"),
+        (changed(3, value=0.0), hero(), r"row 4 .*not positive"),
+        (changed(3, value="x"), hero(), r"row 4 .*must be a number"),
+        (changed(3, tokens="inf"), hero(), r"row 4.*left empty"),
+        (changed(3, active_params=-5), hero(), r"row 4 .*active_params is -5"),
+        (changed(3, step=2000), hero(), "beyond steps_total"),
+        (changed(3, run=""), hero(), "must have names"),
+        ([*ladder(), ladder()[4] | {"value": 3.0}], hero(), r"rows 5 and 61 are both a.*values"),
+        (changed(3, tokens=1e9), hero(), r"tokens go from .* to 1e\+09 at step 200.*must grow"),
+        (ladder(), hero(metric="eval/paloma/macro/loss"), "no metric in common.*dropless"),
+        (ladder(), hero(metric="eval_dropless/paloma/macro/bpb"), "no metric in common.*bits per byte"),
+        ([row | ({"value": row["value"] * 0.36} if row["run"] == "b" else {}) for row in ladder()], hero(), "mixed units"),
+    ],
+)
+def test_bad_tables_are_refused_with_the_place(points, target, says):
+    with pytest.raises(ValueError, match=says):
+        forecast(points, target)
+
+
+def test_one_rung_with_drops_among_dropless_ones_is_an_alarm():
+    """8% apart, as the two evaluations of the reference run are."""
+    points = [row | ({"value": row["value"] * 1.08} if row["run"] == "b" else {}) for row in ladder()]
+    codes = {a["code"] for a in forecast(points, hero())["fit"]["alarms"]}
+    assert codes & {"run_off_trend", "leave_one_out"}
+
+
+def test_repeated_rows_count_once():
+    once, twice = forecast(ladder(), hero()), forecast(ladder() + ladder()[:7], hero())
+    assert [r["mean"] for r in once["rows"]] == [r["mean"] for r in twice["rows"]]
+    assert any(a["code"] == "repeated_rows" for a in twice["fit"]["alarms"])
+
+
+@pytest.mark.parametrize(
+    ("points", "target", "code"),
+    [
+        (ladder()[:40], hero(), "few_sizes"),
+        (ladder(), hero(params=2e8), "inside_range"),
+        (ladder()[:-4], hero(), "unfinished_run"),
+    ],
+)
+def test_alarms_of_tables(points, target, code):
+    assert code in {a["code"] for a in forecast(points, target)["fit"]["alarms"]}
+
+
+def test_files_need_their_columns(tmp_path):
+    file = tmp_path / "points.csv"
+    file.write_text("run,metric,step,loss\na,b,1,2\n")
+    with pytest.raises(ValueError, match=r"missing: steps_total.*not known: loss"):
+        P.read(file, "POINTS")
+    file.write_text(",".join(P.POINTS_COLUMNS) + "\na,b,1\n")
+    with pytest.raises(ValueError, match=r"line 2 does not have 11 cells"):
+        P.read(file, "POINTS")
+
+
+def test_what_can_be_derived_is():
+    """C = 6ND both ways, and steps times tokens per step."""
+    table = P.of_rows([{"run": "r", "metric": "loss", "active_params": 2.0, "flops": 120.0}])
+    assert P.derived(table)["D"] == 10
+    table = P.of_rows([{"run": "r", "metric": "loss", "active_params": 2.0, "step": 5, "tokens_per_step": 3}])
+    assert P.derived(table)["C"] == 180
+    table = P.of_rows([{"run": "r", "metric": "loss", "tokens": 10.0, "flops": 120.0}])
+    assert P.derived(table)["N"] == 2
+
+
+def test_a_path_starts_at_zero_and_needs_three_rates():
+    rows = [{"run": "r", "metric": "loss", "step": s, "lr": lr} for s, lr in ((10, 1.0), (20, 0.5), (30, 0.1))]
+    assert P.paths(P.of_rows(rows))["r"].lr.tolist() == [0, 1, 0.5, 0.1]
+    assert P.paths(P.of_rows(rows[:2])) == {}
+
+
+def test_rows_without_a_forecast_say_why():
+    target = hero()
+    target.append(target[0] | {"step": 1, "tokens": 5e9, "flops": 6e20})
+    target.append(target[0] | {"run": "other", "tokens": None, "flops": None, "tokens_per_step": None})
+    rows = forecast(ladder(), target)["rows"]
+    assert rows[0]["mean"] is not None and "reason" not in rows[0]
+    assert rows[5]["mean"] is None and "start of a run" in rows[5]["reason"]
+    assert rows[6]["mean"] is None and "tokens" in rows[6]["reason"]
+    assert np.isfinite([r["mean"] for r in rows[:5]]).all()
