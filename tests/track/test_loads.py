@@ -58,6 +58,16 @@ def test_a_plan_with_a_runs_own_number(sailed, capsys):
     assert f"alpha {fitted['alpha']:.3g} ({fitted['low']:.3g} to {fitted['high']:.3g})" in out and "8.0% by its log" in out
 
 
+def test_for_other_experts_the_number_is_scaled(sailed, capsys):
+    """Fails when alpha of 32 experts, top-4, is taken for 384, top-8: sixfold experts per choice, so CV^2 six times as large."""
+    cli.main(["plan", "marin-535b", "--drops-from", "sailed", "--home", str(sailed), "--json"])
+    found = json.loads(capsys.readouterr().out)["drops"]
+    squared = 6 * 31 / (32 * found["fitted"]["alpha"] + 1)
+    assert found["alpha"] == pytest.approx((383 / squared - 1) / 384)
+    cli.main(["plan", "marin-535b", "--drops-from", "sailed", "--home", str(sailed)])
+    assert f"alpha {found['alpha']:.3g}, scaled by experts / top-k from" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_without_loads_is_refused(home, capsys):
     """Fails when a run of before, or none at all, gives a traceback or the published number in its place."""
     for name, words in (("pocket", "moe/cell_load_histogram/bin_00"), ("nothing", "no run 'nothing'")):

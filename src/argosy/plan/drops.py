@@ -204,16 +204,18 @@ def expected(shape: Shape, transport: Transport, capacity: Capacity, alpha: floa
     return _simulated(shape, float(alpha), ((transport, capacity),))[0]
 
 
-def assumed(experts: int, chosen: int) -> float:
-    """Alpha of a run that none was fitted for: how unevenly a document uses its experts grows with E / K.
+def assumed(experts: int, chosen: int, alpha: float = ALPHA, of: tuple[int, int] = (384, 8)) -> float:
+    """Alpha of a run that none was fitted for, from that of one with `of` experts: uneven use by a document grows with E / K.
 
     The squared coefficient of variation of a document's loads is (E - 1) / (alpha E + 1); it was 0.066 E / K in the reference
     run, 0.065 in the pocket run (alpha 1.83), 0.043 in one of 16 experts (2.65): a rule of thumb, not a law.
 
-    >>> assumed(384, 8), round(assumed(32, 4), 2)
-    (0.31, 1.79)
+    >>> assumed(384, 8), round(assumed(32, 4), 2), round(assumed(384, 8, 1.79, (32, 4)), 2)
+    (0.31, 1.79, 0.31)
     """
-    per_choice = 383 / (ALPHA * 384 + 1) / (384 / 8)
+    if (experts, chosen) == of or of[0] == 1:
+        return alpha
+    per_choice = (of[0] - 1) * of[1] / ((alpha * of[0] + 1) * of[0])
     return max(0.02, round(((experts - 1) * chosen / (per_choice * experts) - 1) / experts, 9))
 
 
@@ -262,13 +264,16 @@ def transports(run: spec.Run) -> list[tuple[str, Transport, Capacity]]:
 def plan(run: spec.Run, fitted: dict | None = None) -> dict | None:
     """Drops of every transport at every sequence length, as plain JSON values; None where nothing can be dropped.
 
-    `fitted` is what `refit` returned; without it alpha is `assumed`. `by_seq_len` holds, per length, the documents per shard
-    that are assumed (one per sequence) and, per transport, the shares dropped at the sender and the receiver with the
+    `fitted` is what `refit` returned; without it, and for a run of other experts than its own, alpha is `assumed`.
+    `by_seq_len` holds, per length, the documents per shard that are assumed (one per sequence) and, per transport, the shares dropped at the sender and the receiver with the
     simulation's standard errors. The first transport is the run's own. `flagged` lists (transport, seq_len) past `flag_above`.
     """
     if not bounded(run):
         return None
-    alpha = assumed(run.moe.experts, run.moe.experts_per_token) if fitted is None else fitted["alpha"]
+    alpha = assumed(run.moe.experts, run.moe.experts_per_token)
+    if fitted is not None:
+        of = (fitted["experts"], fitted["experts_per_token"])
+        alpha = assumed(run.moe.experts, run.moe.experts_per_token, fitted["alpha"], of)
     asked = transports(run)
     rows, flagged = [], []
     for seq_len in seq_lens(run):

@@ -320,7 +320,8 @@ def _drops_words(drops: dict) -> Table:
         model = f"alpha {drops['alpha']:.3g}, from one published figure{scaled}; {simulated}"
     else:
         said = {"": f"{fitted['low']:.3g} to {fitted['high']:.3g}", "least": "or less", "most": "or more"}[fitted["edge"]]
-        model = f"alpha {drops['alpha']:.3g} ({said}) from {fitted['updates']} updates of {fitted['run']},"
+        scaled = "" if drops["alpha"] == fitted["alpha"] else f"{drops['alpha']:.3g}, scaled by experts / top-k from "
+        model = f"alpha {scaled}{fitted['alpha']:.3g} ({said}) from {fitted['updates']} updates of {fitted['run']},"
         model += f" top-{fitted['experts_per_token']} of {fitted['experts']} experts; {simulated}"
     capacity = f"{drops['receiver_capacity']:g} x the mean at the receiver"
     if drops["senders"] > 1:
