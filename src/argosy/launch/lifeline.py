@@ -68,7 +68,7 @@ def _watch(links: dict[int, socket.socket], process: int, processes: int) -> Non
                 if not said or said.startswith(b"bye"):
                     waiting.unregister(key.fileobj)
                 if not said.startswith(b"bye") and not _parting.is_set():
-                    gone = int(said) if said else int(key.data)
+                    gone = int(said.split()[0]) if said else int(key.data)
                     if process == 0:
                         _tell(links, b"%d\n" % gone)
                     _end(gone, processes)
