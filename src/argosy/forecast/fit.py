@@ -125,12 +125,17 @@ def reasons_of(points: P.Table, rows: P.Table) -> np.ndarray:
             out[i] = out[i] or f"the row has no {column}, which POINTS and other rows of TARGET have"
     used = joint.chosen(points)
     step, fraction = cells["s"][used], cells["g"][used]
+    told = set(points.run) | set(rows.run) <= set(P.paths(points, rows))  # with rates, warm-up is known and updates count
     with np.errstate(invalid="ignore"):
-        early = (asked["s"] < 0.9 * step.min()) & ~(asked["g"] >= 0.9 * fraction.min())
+        early = asked["s"] < 0.9 * step.min()
+        if not told:
+            early = np.where(np.isnan(asked["g"]), early, asked["g"] < 0.9 * fraction.min())
         nothing = (asked["s"] == 0) | (asked["D"] == 0)
     for i in np.flatnonzero(early | nothing):
         out[i] = out[i] or (
-            f"step {asked['s'][i]:g} lies before every point that is fitted (from step {step.min():g}): the start of a run is not forecast"
+            f"step {asked['s'][i]:g} of the run comes before what is fitted of the points, which begins at step {step.min():g}"
+            + ("" if told or np.isnan(fraction).any() else f" and {fraction.min():.1%} of a run")
+            + ": the start of a run is not forecast"
         )
     return out
 
