@@ -93,7 +93,7 @@ def simulated(chosen, valid, ranks, choice, assignments):
     """Which assignments are accepted, and each sender's and receiver's refusals: A1 row by row, in numpy."""
     local, waves = E // ranks, choice.waves
     ceil32 = lambda a, b: int(np.ceil(np.float32(a) * np.float32(b)))  # noqa: E731
-    pool = math.ceil(choice.sender_capacity * assignments / (ranks * waves))
+    pool = min(assignments, math.ceil(choice.sender_capacity * assignments / (ranks * waves)))
     most = math.ceil(choice.receiver_capacity * assignments / (local * waves))
     keep = np.zeros(chosen.shape, bool)
     by_rank = np.arange(len(valid)).reshape(ranks, -1)
@@ -163,6 +163,14 @@ def test_with_room_for_all_it_equals_dense(ranks, waves):
     choice = tuned(waves, sender_capacity=float(ranks), receiver_capacity=float(E))
     for case in ROUTINGS:
         assert check(case, ranks, choice) == (0, 0), case
+
+
+def test_room_ends_where_nothing_more_can_come():
+    """However large the factors: a wave's part of a device's 90 assignments in a pool, all pools' rows at an expert."""
+    choice = tuned(4, sender_capacity=1e9, receiver_capacity=1e30)
+    assert pooled_wave.sizes(90, 4, 2, 8, choice) == (23, 3, 4 * 23)
+    for case in ("skewed", "all to one"):
+        assert check(case, 4, choice) == (0, 0), case
 
 
 @pytest.mark.parametrize(("ranks", "waves"), [(4, 3), (8, 2)])

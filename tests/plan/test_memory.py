@@ -23,6 +23,20 @@ def test_routed_experts_by_hand():
     assert stay["host"]["optimizer_state"] == pytest.approx(4 * (mine + others) + 4 * adam)
 
 
+@pytest.mark.parametrize(
+    ("run", "sender", "receiver"),
+    [(marin_535b.run(), 64, 384), (marin_535b.ragged(), 64, 64 * marin_535b.ragged().routing.waves), (pocket.run(), 1, 32)],
+)
+def test_capacity_ends_where_nothing_more_can_come(run, sender, receiver):
+    """All of a device's rows to one rank, all of all ranks' to one expert or chunk: larger factors are no larger buffers."""
+    ends = spec.override(run, [f"routing.sender_capacity={sender}", f"routing.receiver_capacity={receiver}"])
+    beyond = spec.override(run, ["routing.sender_capacity=1e9", "routing.receiver_capacity=1e9"])
+    assert work.rows(beyond) == work.rows(ends)
+    assert memory.block(beyond) == memory.block(ends)
+    less = spec.override(ends, [f"routing.sender_capacity={sender - 0.5}", f"routing.receiver_capacity={receiver - 0.5}"])
+    assert memory.block(less)["dispatched"] < memory.block(ends)["dispatched"]
+
+
 def test_published_buffers_of_the_reference_run():
     """Fails when the plan loses a buffer that the published assignment names (marin#8508)."""
     moments = memory.moments(marin_535b.run())

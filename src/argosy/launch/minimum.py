@@ -95,6 +95,7 @@ def pool(run: spec.Run) -> tuple[int, int]:
     """
     r, assignments = run.routing, round(work.tokens(run) / run.compute.accumulate) * run.moe.experts_per_token
     rows = max(1, math.ceil(r.sender_capacity * assignments / (run.mesh.expert * r.waves)))
+    rows = min(rows, -(-assignments // r.waves))
     return rows, math.ceil(rows / spec.expert_width(run.moe, run.model))
 
 

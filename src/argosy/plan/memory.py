@@ -45,7 +45,8 @@ def block(run: spec.Run) -> dict[str, float]:
     mlp = 3 * d + (d if conv else 0) + moe.shared_experts * (3 * moe.shared_hidden + d)
     if moe.latent != "none":
         mlp += 3 * latent + d
-    buffered = max(sent, computed) if run.routing.exchange != "ragged" else sent * run.routing.receiver_capacity
+    most = float(run.mesh.expert * run.routing.waves)  # all that all ranks have, in each chunk
+    buffered = max(sent, computed) if run.routing.exchange != "ragged" else sent * min(run.routing.receiver_capacity, most)
     return {
         "dense": float(attention + mlp),
         "dispatched": buffered * latent,

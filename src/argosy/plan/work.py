@@ -64,15 +64,21 @@ def passes(run: spec.Run) -> int:
 
 
 def rows(run: spec.Run) -> tuple[float, float]:
-    """Expert rows per token as (computed, transported): padding to capacity counts, refused rows do not."""
+    """Expert rows per token as (computed, transported): padding to capacity counts, refused rows do not.
+
+    Capacity ends where everything that can come has room: all of a device's rows at one destination, all at one expert.
+    """
     r, moe = run.routing, run.moe
     if r.exchange == "dense":
         return float(moe.experts) / run.mesh.expert, 0.0
     if r.exchange == "ragged":
         return float(moe.experts_per_token), float(moe.experts_per_token)
-    padded = r.capacity == "bounded"
-    computed = moe.experts_per_token * (r.receiver_capacity if padded else 1.0)
-    return computed, 0.0 if r.exchange == "local" else moe.experts_per_token * (r.sender_capacity if padded else 1.0)
+    if r.capacity != "bounded":
+        sender = receiver = 1.0
+    else:
+        sender = min(r.sender_capacity, float(run.mesh.expert)) if r.exchange == "pooled_wave" else 1.0
+        receiver = min(r.receiver_capacity, sender * (moe.experts // run.mesh.expert))
+    return moe.experts_per_token * receiver, 0.0 if r.exchange == "local" else moe.experts_per_token * sender
 
 
 def expert_chunks(run: spec.Run) -> int:

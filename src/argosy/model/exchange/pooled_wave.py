@@ -25,12 +25,15 @@ class Sizes(NamedTuple):
 def sizes(assignments: int, ranks: int, experts: int, width: int, routing: spec.Routing) -> Sizes:
     """Sizes for `assignments` = T K of each of `ranks` devices with `experts` experts each, rows `width` values wide.
 
+    At most what can come: all of a device's assignments to one destination, all that the pools bring to one expert.
+
     >>> from argosy.runs import marin_535b
     >>> sizes(524_288, 64, 6, 3072, marin_535b.run().routing)
     Sizes(pool=3141, headers=2, rows=33497)
     """
     pool = max(1, math.ceil(routing.sender_capacity * assignments / (ranks * routing.waves)))
-    rows = max(1, math.ceil(routing.receiver_capacity * assignments / (experts * routing.waves)))
+    pool = min(pool, -(-assignments // routing.waves))
+    rows = min(ranks * pool, max(1, math.ceil(routing.receiver_capacity * assignments / (experts * routing.waves))))
     return Sizes(pool, math.ceil(pool / width), rows)
 
 
