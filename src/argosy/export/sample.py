@@ -35,13 +35,19 @@ def from_run(name: str, home: Path, prompt: str, *, tokens: int, temperature: fl
         raise ValueError(f"run {log.name!r} has no checkpoint yet; training it makes one")
     corpus = tokens_store.open_store(tokens_store.corpus_folder(home, run.data.corpus))
     if processes.alone() and spec.devices(run) > jax.device_count():  # what many devices trained may fit on one
-        run = replace(run, mesh=spec.Mesh(replica=1, data=1, context=1, expert=1))
+        run = on_one_device(run)
     mesh = meshes.make(run)
     compute = replace(run.compute, params="fp32", masters="device", optimizer_state="device")  # as checkpoints hold weights
     with jax.set_mesh(mesh), checkpoint.opened(log.folder, keep=None) as saved:
         state, _ = checkpoint.restore(saved, steps.abstract(replace(run, compute=compute), mesh), set_aside=False)
     assert state is not None
     yield from sample(run, state, corpus, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+
+def on_one_device(run: spec.Run) -> spec.Run:
+    """The run as one device computes it: all experts are here, whatever carried tokens to them."""
+    mesh = spec.Mesh(replica=1, data=1, context=1, expert=1)
+    return replace(run, mesh=mesh, routing=replace(run.routing, exchange="local"))
 
 
 def sample(
