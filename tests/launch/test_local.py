@@ -187,3 +187,9 @@ def test_a_command_is_laid_over_all_devices_whatever_the_order_of_its_words(word
 def test_a_recipe_that_there_is_not_is_named_before_anything_starts():
     with pytest.raises(ValueError, match="unknown recipe 'poket'"):
         local.laid_over(["train", "--seed", "3", "poket"], 8)
+
+
+@pytest.mark.parametrize("more", [[], ["--set", "mesh.replica=12"]])
+def test_a_batch_that_does_not_divide_is_refused_before_anything_starts(more):
+    with pytest.raises(ValueError, match=r"data\.batch_seqs=8 does not divide over .* 12 devices"):
+        local.laid_over(["train", "pocket", *more], 12)

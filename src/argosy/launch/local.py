@@ -110,12 +110,14 @@ def laid_over(command: Sequence[str], devices: int) -> list[str]:
     """A command to train, with the settings that lay its recipe over all devices, which are said on standard error.
 
     Raises:
-        ValueError: for a recipe that there is not, or settings that it does not take.
+        ValueError: for a recipe that there is not, settings that it does not take, or a batch that does not divide.
     """
     recipe, settings = asked(command[1:])
-    if command[0] == "sample" or not recipe or any(setting.startswith("mesh.") for setting in settings):
+    if command[0] == "sample" or not recipe:
         return list(command)
-    more = widened(spec.override(runs.find(recipe), settings), devices)
+    run = spec.override(runs.find(recipe), settings)
+    more = () if any(setting.startswith("mesh.") for setting in settings) else widened(run, devices)
+    spec.override(run, more)  # refused here, before many processes start only to say the same
     if more:
         print(f"argosy: a recipe for one device, on {devices}: --set {' '.join(more)} is added", file=sys.stderr, flush=True)
     return [*command, *(word for setting in more for word in ("--set", setting))]
