@@ -211,7 +211,9 @@ def distinct(points: Table) -> list[int]:
         first = seen.setdefault(key, i)
         if points.value[first] != points.value[i]:
             raise ValueError(
-                f"POINTS rows {first + 1} and {i + 1} are both {points.run[i]}, {points.metric[i]}, step {step:g} with values"
+                f"POINTS rows {first + 1} and {i + 1} are both {points.run[i]}, {points.metric[i]}, "
+                + ("without a step or another quantity that tells them apart," if math.isnan(step) else f"step {step:g}")
+                + " with values"
                 f" {points.value[first]:g} and {points.value[i]:g}; keep one, or give repeated runs names of their own"
             )
     return sorted(seen.values())

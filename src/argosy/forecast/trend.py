@@ -62,7 +62,8 @@ def fit(points: P.Table) -> Smooth:
     )
     used = P.take(points, keep[:600])
     raw, _ = places(used, (0.0, 1.0))
-    centre = (float(raw.mean()), float(raw.std()) or 1.0)
+    spread = float(raw.std())
+    centre = (float(raw.mean()), spread if spread > 1e-3 else 1.0)  # of one size the slope is the prior's, by factors of e
     x, u = places(used, centre)
     positive = used.value[used.value > 0]
     zero = ZERO_SHARE * float(np.median(positive)) if len(positive) and (used.value == 0).any() else 0.0
@@ -99,9 +100,9 @@ def predict(found: Smooth, target: P.Table) -> dict[str, np.ndarray]:
     spread = np.sqrt(np.maximum(own + noise - (cross * linalg.cho_solve(factor, cross.T).T).sum(1), noise))
     out = {"mean": mean}
     for level in (50, 90):
-        half = stats.t.ppf(0.5 + level / 200, max(found.runs - 1, 1)) * spread
+        half = stats.t.ppf(0.5 + level / 200, max(found.runs - 1, 2)) * spread
         out[f"lo{level}"], out[f"hi{level}"] = mean - half, mean + half
-    return {name: np.maximum(np.exp(value) - found.zero, 0.0) for name, value in out.items()}
+    return {name: np.maximum(np.exp(np.clip(value, -600, 600)) - found.zero, 0.0) for name, value in out.items()}
 
 
 def noise(found: Smooth) -> float:
