@@ -268,6 +268,8 @@ def test_other_numbers_of_devices():
         (["marin-535b", "--set", "routing.waves=4"], ["routing.waves", "3"]),
         (["marin-535b", "--set", "data.batch_seqs=11000"], ["11,000", "10560 or 11264"]),
         (["marin-535b", "--set", "routing.exchange=pooled"], ["pooled_wave"]),
+        (["marin-535b", "--devices", "11264"], ["11,264 devices", "8,192", "--devices 8192"]),
+        (["marin-535b", "--set", "routing.exchange=dense"], ["the oracle", "pooled_wave"]),
         (["marin"], ["marin-535b"]),
     ],
 )
@@ -286,7 +288,7 @@ def test_what_cannot_be_trained_is_refused_by_the_process_too():
     """Fails when a run that training refuses is compiled, or its refusal is lost between the processes."""
     run = spec.override(runs.find("pocket"), ["mesh.context=2"])
     with pytest.raises(ValueError, match=r"mesh.context=2 can be planned but not yet trained"):
-        rehearse.rehearse(run, lambda text: pytest.fail(text))
+        rehearse.rehearse(run, lambda text: text.startswith("starting ") or pytest.fail(text))
 
 
 KEYS = {"devices", "mesh", "bytes_per_device", "collectives", "all_to_all", "ok", "problems"}

@@ -161,7 +161,7 @@ def _start(words: Sequence[str], environment: Mapping[str, str], shown: bool) ->
         text=True,
         errors="replace",
         start_new_session=True,  # Ctrl-C reaches it through us alone, once
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
         **kept,
     )
     lines: collections.deque[str] = collections.deque(maxlen=40)
@@ -176,7 +176,7 @@ def _start(words: Sequence[str], environment: Mapping[str, str], shown: bool) ->
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In the new process: SIGTERM when the one that started it is gone, however that ended."""
     assert _libc is not None
     _libc.prctl(1, int(signal.SIGTERM))

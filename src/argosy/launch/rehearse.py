@@ -20,9 +20,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from argosy import spec
-from argosy.launch import minimum
+from argosy.launch import local, minimum
 from argosy.plan import hardware, memory, work
 
+MOST_DEVICES = 8_192  # pretended at once: 704 took 2.5 GB
 TOLERANCE = 0.02  # of a closed form
 PLACES = ("device", "host")
 KINDS = ("params", "masters", "optimizer", "batch")
@@ -63,6 +64,8 @@ def rehearse(run: spec.Run, say: Callable[[str], None] = lambda text: print(text
         ChildProcessError: if the process ends in another way, with the end of what it said.
     """
     hardware.chip(run.compute.chip)
+    possible(run)
+    say(f"starting {spec.devices(run):,} pretended devices")
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     flags += [f"--xla_force_host_platform_device_count={spec.devices(run)}", "--xla_backend_optimization_level=0"]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
@@ -76,6 +79,8 @@ def rehearse(run: spec.Run, say: Callable[[str], None] = lambda text: print(text
                 errors.append(line)
 
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    if sys.platform == "linux":
+        pipes["preexec_fn"] = local.end_with_parent  # a rehearsal that nobody waits for any more ends
     with subprocess.Popen([sys.executable, "-m", "argosy.launch.rehearse"], text=True, env=env, **pipes) as child:
         assert child.stdin and child.stdout and child.stderr
         listener = threading.Thread(target=listen, args=(child.stderr,), daemon=True)
@@ -94,6 +99,26 @@ def rehearse(run: spec.Run, say: Callable[[str], None] = lambda text: print(text
     if "refused" in found:
         raise ValueError(found["refused"])
     return found
+
+
+def possible(run: spec.Run) -> None:
+    """Refuse what has no meaning on many pretended devices.
+
+    Raises:
+        ValueError: with the nearest run that can be rehearsed.
+    """
+    if spec.devices(run) > MOST_DEVICES:
+        one = spec.devices(run) // run.mesh.replica
+        fewer = f"--devices {MOST_DEVICES // one * one}" if one <= MOST_DEVICES else "a smaller mesh"
+        raise ValueError(
+            f"{spec.devices(run):,} devices are more than the {MOST_DEVICES:,} that can be pretended here; replicas are alike:"
+            f" nearest {fewer}"
+        )
+    if run.routing.exchange == "dense" and run.mesh.expert > 1:
+        raise ValueError(
+            f"routing.exchange=dense is the oracle: with mesh.expert={run.mesh.expert} every device gathers all experts, which"
+            " no plan counts; nearest --set routing.exchange=pooled_wave or ragged"
+        )
 
 
 _PROGRESS = "rehearse: "
