@@ -139,18 +139,6 @@ def test_a_save_that_is_due_is_written_once(run, home, monkeypatch, late):
     assert saves == [5 + late, 10]
 
 
-def test_choices_that_do_not_go_together_are_refused(run):
-    """Fails when a choice that would change the mathematics, or have no effect, is taken in silence."""
-    for settings, words in (
-        (["compute.params=bf16"], "compute.precision=fp32 would not"),
-        (["compute.masters=pinned_host"], "float32 weights are their own masters"),
-        (["compute.accumulate=2", "routing.balance=aux_loss"], "loads of the whole batch"),
-    ):
-        with pytest.raises(ValueError, match=words) as refused:
-            loop.ready(spec.override(run, settings))
-        assert "nearest legal" in str(refused.value)
-
-
 def test_evaluation_leaves_training_alone_and_repeats_itself(run, home):
     with_evals, _, _ = sail(run, home, "evals")
     without, _, _ = sail(run, home, "no-evals", evaluate=False)
