@@ -119,6 +119,8 @@ def test_choices_of_memory_in_words_and_in_json(capsys):
         ),
         (["train", "pocket", "--set", "mesh.context=2"], ["mesh.context=2", "nearest legal 1"]),
         (["train", "pocket", "--set", "compute.masters=pinned_host"], ["compute.masters"]),
+        (["plan", "pocket", "--set", "compute.masters=pinned_host"], ["compute.masters", "nearest legal"]),
+        (["rehearse", "pocket", "--set", "compute.params=bf16"], ["compute.precision=fp32", "nearest legal"]),
         (["train", "pocket", "--set", "data.corpus=mine"], ["argosy data build", "mine"]),
         (["train", "pocket", "--stop-after", "-3"], ["--stop-after"]),
         (["show", "pocket"], ["pocket", "no run"]),

@@ -51,6 +51,23 @@ def test_key_follows_every_value_but_the_recipes_name(pocket):
     assert len(seen) == 6
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["compute.params=bf16"], "compute.precision=fp32 would not; nearest legal compute.params=fp32"),
+        (["compute.masters=pinned_host"], "float32 weights are their own masters; nearest legal compute.masters=device"),
+        (
+            ["compute.accumulate=2", "routing.balance=aux_loss"],
+            "loads of the whole batch .* nearest legal compute.accumulate=1",
+        ),
+    ],
+)
+def test_choices_of_memory_that_do_not_go_together_are_refused(pocket, settings, words):
+    """Fails when a choice that would change the mathematics, or have no effect, is planned, rehearsed or trained in silence."""
+    with pytest.raises(ValueError, match=words):
+        spec.override(pocket, settings)
+
+
 @given(st.integers(1, 10**13), st.floats(0.01, 100, allow_nan=False))
 def test_override_is_exact(tokens, scale):
     base = runs.find("pocket")

@@ -16,6 +16,9 @@ import pytest
 from argosy import spec
 from argosy.launch import local
 
+# The launcher never loads JAX, so its forks are safe; a test process may have loaded it.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 CHILD = """
 import os, signal, sys, time
 me = int(sys.argv[sys.argv.index("--process") + 1])

@@ -105,6 +105,16 @@ def test_capacity_rows_at_the_reference_shape():
     assert layout.capacity_rows(3, 64, 1.0) == 1
 
 
+@pytest.mark.parametrize(
+    ("share", "most", "want"),
+    [(0.0, 5, 1), (2.1, 8, 3), (7.5, 8, 8), (8.0, 8, 8), (3e9, 100, 100), (float("inf"), 2**31 - 1, 2**31 - 1)],
+)
+def test_a_share_beyond_int32_fills_the_buffer(share, most, want):
+    """Fails when a share is cast before it is bounded, where a device wraps instead of saturating."""
+    found = jax.jit(layout.limit, static_argnums=1)(jnp.float32(share), most)
+    assert (int(found), found.dtype) == (want, jnp.int32)
+
+
 ranks = jax.jit(layout.ranks, static_argnums=2)
 
 

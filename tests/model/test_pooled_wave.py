@@ -191,8 +191,8 @@ def test_dropless_over_ranks_equals_dense():
 
 def test_dropless_in_parts_equals_dense(monkeypatch):
     """In memory for a fifth of the rows: 30 tokens of each of four ranks go six at a time."""
-    monkeypatch.setattr(gathered, "MOST_ROWS", 4 * 6 * K)
-    assert gathered.parts(30, K, 4) == 5
+    monkeypatch.setattr(work, "GATHERED_ROWS", 4 * 6 * K)
+    assert work.gathered_parts(30, K, 4) == 5
     program.cache_clear()
     check("padding", 4, tuned(2, sender_capacity=0.5, receiver_capacity=0.5), "dropless")
     program.cache_clear()

@@ -68,7 +68,7 @@ def test_kinds_add_up_and_name_their_place():
 def test_float32_weights_are_their_own_masters():
     """Fails when float32 weights are held twice."""
     assert "masters" not in memory.steady(pocket.run())["device"]
-    assert "masters" in memory.steady(spec.override(pocket.run(), ["compute.params=bf16"]))["device"]
+    assert "masters" in memory.steady(spec.override(pocket.run(), ["compute.precision=bf16", "compute.params=bf16"]))["device"]
 
 
 @pytest.mark.parametrize(

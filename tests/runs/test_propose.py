@@ -19,11 +19,12 @@ ASKED = [("h100", 512, 90.0), ("gb200", 704, 100.0), ("a100", 8, 30.0), ("v6e", 
 
 
 def test_the_references_own_question_gives_the_reference():
-    """Fails when 704 GB200 for 100 days at the reference's goodput do not give its run in its launch form."""
+    """Fails when 704 GB200 for 100 days at the reference's goodput do not give its run, in its launch form or with the
+    float32 weights on the device that it changed to later."""
     found = propose("gb200", 704, 100, goodput=0.86, start=START)["proposal"]
     run, reference = spec.from_json(found["run"]), marin_535b.run()
     differing = spec.difference(run, reference)
-    assert set(differing) <= {"compute.accumulate"}, differing
+    assert set(differing) <= {"compute.accumulate", "compute.params", "compute.masters"}, differing
     assert found["chips_used"] == 704
 
 

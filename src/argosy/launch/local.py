@@ -177,7 +177,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent() -> None:
-    """In the new process: SIGTERM when the one that started it is gone, however that ended."""
+    """In a new process: SIGTERM when the one that started it is gone, however that ended."""
     assert _libc is not None
     _libc.prctl(1, int(signal.SIGTERM))
 

@@ -25,7 +25,7 @@ class Need:
 
 
 WEIGHTS, SCATTERED, SUMMED = "weights gathered", "gradients scattered", "gradients summed"
-ROWS, COUNTS, MATRICES = "expert rows", "expert counts", "whole matrices"
+ROWS, SHARES, COUNTS, MATRICES = "expert rows", "combine weights", "expert counts", "whole matrices"
 STATISTICS, NORMS = "statistics", "norms"
 
 
@@ -106,8 +106,11 @@ def sides(run: spec.Run) -> dict[str, tuple[int, int]]:
 
 
 def _rows(run: spec.Run) -> list[Need]:
-    """Rows to the experts and back: pools with their headers out, pools back; or every assignment as it is."""
+    """Rows to the experts and back: pools with their headers out, pools back; or every assignment as it is; or, with all
+    ranks' tokens gathered, each token to every rank."""
     over, m = axes(run, "expert"), run.routing
+    if work.gathered(run):
+        return _gathered(run)
     width = spec.expert_width(run.moe, run.model) * work.value_bytes(run)
     per_layer = run.model.layers * run.compute.accumulate
     found = []
@@ -120,6 +123,33 @@ def _rows(run: spec.Run) -> list[Need]:
             rows = round(work.tokens(run) / run.compute.accumulate) * run.moe.experts_per_token
             found.append(Need(ROWS, phase, "ragged-all-to-all", over, per_layer * (out + back) * rows * width))
     return found
+
+
+def _gathered(run: spec.Run) -> list[Need]:
+    """Tokens and their combine weights gathered, float32 sums scattered; backward the other way round."""
+    over, t = axes(run, "expert"), work.tokens(run) * run.model.layers * run.mesh.expert
+    z, k, v = spec.expert_width(run.moe, run.model), run.moe.experts_per_token, work.value_bytes(run)
+    gather, scatter = "all-gather", "reduce-scatter"
+    found = [
+        Need(ROWS, "backward", gather, over, t * z * 4),
+        Need(ROWS, "backward", scatter, over, t * z * v),
+        Need(SHARES, "backward", scatter, over, t * k * 4),
+    ]
+    for phase, (out, back) in sides(run).items():
+        if phase != "backward":
+            again = 1 if back else 0  # what routes the tokens is not kept: recomputed with the rest of the block
+            found += [
+                Need(ROWS, phase, gather, over, out * t * z * v),
+                Need(ROWS, phase, scatter, over, back * t * z * 4),
+                Need(SHARES, phase, gather, over, again * t * k * 4),
+            ]
+    return found
+
+
+def gathered_elements(run: spec.Run) -> dict[int, str]:
+    """Elements of one gather or scatter of `_gathered`, and what it is for: a part's tokens, all ranks', one after another."""
+    t = round(work.tokens(run) / run.compute.accumulate) * run.mesh.expert // work.parts(run)
+    return {t * run.moe.experts_per_token: SHARES, t * spec.expert_width(run.moe, run.model): ROWS}
 
 
 def ragged_elements(run: spec.Run) -> tuple[int, int]:

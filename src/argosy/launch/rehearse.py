@@ -79,8 +79,6 @@ def rehearse(run: spec.Run, say: Callable[[str], None] = lambda text: print(text
                 errors.append(line)
 
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    if sys.platform == "linux":
-        pipes["preexec_fn"] = local.end_with_parent  # a rehearsal that nobody waits for any more ends
     with subprocess.Popen([sys.executable, "-m", "argosy.launch.rehearse"], text=True, env=env, **pipes) as child:
         assert child.stdin and child.stdout and child.stderr
         listener = threading.Thread(target=listen, args=(child.stderr,), daemon=True)
@@ -122,12 +120,15 @@ def possible(run: spec.Run) -> None:
 
 
 _PROGRESS = "rehearse: "
+_GATHERED = "model/exchange/gathered.py:"
 
 
 def main() -> None:
     """The process that `rehearse` starts: a run as JSON on standard input, its audit on standard output."""
     from argosy.train import loop
 
+    if sys.platform == "linux":
+        local.end_with_parent()  # a rehearsal that nobody waits for any more ends
     run = spec.from_json(json.load(sys.stdin))
     try:
         loop.ready(run)
@@ -163,7 +164,8 @@ def audit(run: spec.Run, say: Callable[[str], None] = lambda text: None) -> dict
         problems += bytes_problems(run, held) + replicated(run, state)
         trace = step.trace(state, batch)
         found = collectives.traced(trace.jaxpr.jaxpr, sizes)
-        ragged = run.routing.exchange == "ragged" and run.mesh.expert > 1  # a CPU's program is a stand-in there
+        # a CPU's program is a stand-in there
+        ragged = run.routing.exchange == "ragged" and run.mesh.expert > 1 and not work.gathered(run)
         groups, unexplained = explain(run, _on_an_accelerator(run, sizes) if ragged else found)
         problems += unexplained + against_minimum(run, groups)
         say(f"lowering; {len(found):,} collectives traced")
@@ -192,7 +194,9 @@ def _result(run: spec.Run, problems: list[str], held: dict, groups: list[dict], 
         "closed_form_bytes_per_device": closed_form(run),
         "collectives": groups,
         "all_to_all": {
-            "per_layer_per_wave_forward": sum(g["executions"] for g in forward) / (layers * waves),
+            "per_layer_per_wave_forward": 0.0
+            if work.gathered(run)
+            else sum(g["executions"] for g in forward) / (layers * waves),
             "bytes_per_token_per_layer": sum(g["bytes_per_device"] for g in forward) / tokens,
         },
         "temporary_bytes_per_device": temporary,
@@ -373,6 +377,7 @@ def _purposes(run: spec.Run) -> Callable[[Any], str | None]:
     from argosy.model import transformer
 
     ragged = minimum.ragged_elements(run)[0]
+    gathered = minimum.gathered_elements(run) if work.gathered(run) else {}
     fsdp, expert, everywhere = (minimum.axes(run, *names) for names in (minimum.FSDP, ("expert",), spec.AXES))
     outer = minimum.axes(run, "replica", "context")
     whole, parts, matrices = set(), set(), set()
@@ -401,6 +406,8 @@ def _purposes(run: spec.Run) -> Callable[[Any], str | None]:
             return minimum.ROWS
         if one.op in ("all-gather", "all-to-all", "reduce-scatter") and one.axes == expert and not real:
             return minimum.COUNTS
+        if one.source.startswith(_GATHERED) and one.axes == expert and one.op in ("all-gather", "reduce-scatter"):
+            return gathered.get(one.elements)  # by its line: weights may be as large
         if one.op == "all-gather" and one.axes == fsdp and one.elements in whole:
             return minimum.WEIGHTS
         if one.op == "reduce-scatter" and one.axes == fsdp and one.elements in whole:
