@@ -57,6 +57,17 @@ def capacity_rows(assignments: int, experts: int, factor: float) -> int:
     return min(assignments, max(1, math.ceil(factor * assignments / experts)))
 
 
+def limit(share: Float[Array, ""], most: int) -> Int[Array, ""]:
+    """Rows that a `share` gives: rounded up, at least 1, at most the buffer's `most`; compared before it is a whole number,
+    since a share beyond int32 has none.
+
+    >>> int(limit(jnp.float32(2.1), 8)), int(limit(jnp.float32(1e38), 8))
+    (3, 8)
+    """
+    up = jnp.ceil(share)
+    return jnp.where(up < most, jnp.clip(up, 1, most).astype(jnp.int32), jnp.int32(most))
+
+
 def ranks(experts: Int[Array, "T K"], valid: Bool[Array, "T"] | Bool[Array, "T K"], count: int) -> Ranks:
     """Rank of every assignment within its expert, and the load of each of `count` experts.
 

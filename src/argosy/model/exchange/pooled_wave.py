@@ -92,7 +92,7 @@ def pooled_wave(
 
 def _limit(valid: jax.Array, share: float, most: int) -> jax.Array:
     """Rows that `valid` assignments may take: their share, rounded up in float32, at least 1 and at most the buffer's."""
-    return jnp.clip(jnp.ceil(valid.astype(jnp.float32) * share).astype(jnp.int32), 1, most)
+    return layout.limit(valid.astype(jnp.float32) * share, most)
 
 
 def _headers(codes: Int[Array, "X P"], size: Sizes, width: int) -> Int[Array, "X M Z"]:

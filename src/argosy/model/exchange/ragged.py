@@ -132,7 +132,7 @@ def plan(demand: Int[Array, "X E"], most: int, routing: spec.Routing) -> tuple[I
     waves = routing.waves
     assert count % (ranks * waves) == 0, (demand.shape, waves)
     share = jnp.sum(demand).astype(jnp.float32) * jnp.float32(routing.receiver_capacity / (ranks * waves))
-    taken = accept(jnp.sum(demand, 0).reshape(ranks * waves, -1), jnp.clip(jnp.ceil(share).astype(jnp.int32), 1, most))
+    taken = accept(jnp.sum(demand, 0).reshape(ranks * waves, -1), layout.limit(share, most))
     kept = split(demand, taken.reshape(-1))
     by_chunk = (ranks, ranks, waves, count // ranks // waves)  # sender, receiver, chunk, its expert
     start = (jnp.cumsum(demand, 1) - demand).reshape(by_chunk)
