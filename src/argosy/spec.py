@@ -339,6 +339,7 @@ def check(run: Run) -> None:
     _check_values(run)
     _check_model(run)
     _check_routing(run)
+    _check_memory(run)
     _check_counts(run)
     _check_division(run)
     _check_phases(run.data.phases)
@@ -424,6 +425,26 @@ def _check_routing(run: Run) -> None:
             f"routing.exchange=pooled_wave holds at most {LOCAL_EXPERTS} experts on a rank, moe.experts={moe.experts:,} over"
             f" mesh.expert={mesh.expert} are {here:,}: their numbers travel as bfloat16, which counts no further; nearest"
             f" mesh.expert={legal}, or routing.exchange=ragged"
+        )
+
+
+def _check_memory(run: Run) -> None:
+    """Choices of memory that go together, and with the mathematics."""
+    c = run.compute
+    if c.params == "bf16" and c.precision != "bf16":
+        raise ValueError(
+            f"compute.params=bf16 rounds weights that compute.precision={c.precision} would not; nearest legal"
+            " compute.params=fp32, or compute.precision=bf16"
+        )
+    if c.params == "fp32" and c.masters != "device":
+        raise ValueError(
+            f"compute.masters={c.masters} belongs to compute.params=bf16: float32 weights are their own masters; nearest legal"
+            " compute.masters=device"
+        )
+    if c.accumulate > 1 and run.routing.balance == "aux_loss":
+        raise ValueError(
+            f"routing.balance=aux_loss needs the loads of the whole batch before its gradient, compute.accumulate={c.accumulate}"
+            " cuts it into parts; nearest legal compute.accumulate=1, or routing.balance=quantile"
         )
 
 

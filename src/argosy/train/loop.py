@@ -119,22 +119,6 @@ def ready(run: spec.Run) -> None:
         ValueError: naming the field, its value and the nearest one that works.
     """
     exchange.transport(run.routing.exchange)
-    c = run.compute
-    if c.params == "bf16" and c.precision != "bf16":
-        raise ValueError(
-            f"compute.params=bf16 rounds weights that compute.precision={c.precision} would not; nearest legal"
-            " compute.params=fp32, or compute.precision=bf16"
-        )
-    if c.params == "fp32" and c.masters != "device":
-        raise ValueError(
-            f"compute.masters={c.masters} belongs to compute.params=bf16: float32 weights are their own masters; nearest legal"
-            " compute.masters=device"
-        )
-    if c.accumulate > 1 and run.routing.balance == "aux_loss":
-        raise ValueError(
-            f"routing.balance=aux_loss needs the loads of the whole batch before its gradient, compute.accumulate={c.accumulate}"
-            " cuts it into parts; nearest legal compute.accumulate=1, or routing.balance=quantile"
-        )
     if run.mesh.context != 1:
         raise ValueError(
             f"mesh.context={run.mesh.context} can be planned but not yet trained by this version; nearest legal 1, with"
