@@ -18,6 +18,7 @@ from argosy import cli, leaf, mesh, runs, spec
 from argosy.launch import collectives, compiled, minimum, rehearse, report
 from argosy.leaf import Leaf
 from argosy.model import norm, transformer
+from argosy.plan import work
 from argosy.runs import marin_535b
 
 SMALL = [
@@ -63,6 +64,40 @@ def test_rows_travel_as_often_and_as_far_as_the_algorithm_says(pocket, remat, ag
         assert {(one.axes, one.dtype) for one in rows} <= {(("expert",), "bfloat16")}
     forward = next(g for g in groups if g["what"] == minimum.ROWS and g["phase"] == "forward")
     assert (forward["executions"], forward["axis"], forward["link"]) == (8, "expert", "across racks")  # a CPU's domain is 1
+
+
+@pytest.mark.parametrize(
+    ("exchange", "room", "parts"),
+    [("ragged", 2**18, 1), ("pooled_wave", 4 * 32 * 2 // 4, 4)],
+)
+@pytest.mark.parametrize(("remat", "again"), [("none", (0, 0, 0)), ("block", (1, 1, 1)), ("block_keep_dispatch", (0, 1, 1))])
+def test_dropless_over_ranks_gathers_every_token(pocket, monkeypatch, exchange, room, parts, remat, again):
+    """Fails when the tokens of a group are not gathered, and their float32 sums not scattered, once per layer and part;
+    their gradients the other way round; or when a weight as large as they are is taken for them."""
+    monkeypatch.setattr(work, "GATHERED_ROWS", room)
+    settings = ["mesh.replica=2", "mesh.expert=4", f"routing.exchange={exchange}", "routing.capacity=dropless"]
+    run = small(pocket, *settings, f"compute.remat={remat}")
+    _, groups, problems = traced(run)
+    assert problems == []
+    layers, ranks, tokens, width, chosen = 2, 4, 16 * 16 // 8, 16, 2
+    rows, shares = layers * ranks * tokens * width, layers * ranks * tokens * chosen
+    out, back, routed = again
+    want = {
+        ("forward", "all-gather"): (2 * rows, 4 * shares),
+        ("forward", "reduce-scatter"): (4 * rows, 0),
+        ("recomputation", "all-gather"): (out * 2 * rows, routed * 4 * shares),
+        ("recomputation", "reduce-scatter"): (back * 4 * rows, 0),
+        ("backward", "all-gather"): (4 * rows, 0),
+        ("backward", "reduce-scatter"): (2 * rows, 4 * shares),
+    }
+    seen = {(g["phase"], g["op"], g["what"]): (g["bytes_per_device"], g["executions"]) for g in groups}
+    for (phase, op), sizes in want.items():
+        for what, size in zip((minimum.ROWS, minimum.SHARES), sizes, strict=True):
+            assert seen.get((phase, op, what), (0, 0)) == (size, layers * parts * bool(size)), (phase, op, what)
+    planned = {key: tokens * layers * n for key, n in work.gathered_sides(run).items()}
+    for key, (moved, about) in want.items():  # beside them the experts' numbers, as large, and a byte each of `valid`
+        few = (about + layers * ranks * tokens) * (key[1] == "all-gather") if about else 0
+        assert planned[key] == moved + about + few, key
 
 
 def elements(run: spec.Run):
@@ -303,9 +338,10 @@ def check_json(found: dict) -> None:
     assert set(found["all_to_all"]) == {"per_layer_per_wave_forward", "bytes_per_token_per_layer"}
 
 
-def test_the_command_whole(tmp_path):
+@pytest.mark.parametrize(("choice", "a2a"), [("routing.capacity=bounded", 2), ("routing.capacity=dropless", 0)])
+def test_the_command_whole(tmp_path, choice, a2a):
     """Fails when the compiled program has what the traced one does not explain, or JSON is not alone on standard output."""
-    sets = [word for setting in [*SMALL, *POOLED, "model.layers=1"] for word in ("--set", setting)]
+    sets = [word for setting in [*SMALL, *POOLED, "model.layers=1", choice] for word in ("--set", setting)]
     command = [sys.executable, "-m", "argosy.cli", "rehearse", "pocket", *sets, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"XLA_FLAGS": ""})
     assert done.returncode == 0, done.stderr
@@ -313,7 +349,7 @@ def test_the_command_whole(tmp_path):
     check_json(found)
     assert found["ok"] and found["problems"] == []
     assert found["devices"] == 8
-    assert found["all_to_all"]["per_layer_per_wave_forward"] == 2
+    assert found["all_to_all"]["per_layer_per_wave_forward"] == a2a
     assert "compiling" in done.stderr
     for width in (80, 100):
         out = io.StringIO()

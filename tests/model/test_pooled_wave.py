@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from argosy import runs, spec
 from argosy.model import experts
-from argosy.model.exchange import dense, gathered, pooled_wave
+from argosy.model.exchange import dense, pooled_wave
+from argosy.plan import work
 
 E, K, Z, F = 8, 3, 8, 6
 TOKENS = 120  # over all ranks

@@ -37,6 +37,21 @@ def test_capacity_ends_where_nothing_more_can_come(run, sender, receiver):
     assert memory.block(less)["dispatched"] < memory.block(ends)["dispatched"]
 
 
+@pytest.mark.parametrize("exchange", ["pooled_wave", "ragged"])
+def test_dropless_over_ranks_holds_and_moves_every_ranks_tokens(exchange):
+    """Fails when a dropless run over 64 ranks is planned as if K rows of a token travelled, or none beyond its own were held."""
+    run = spec.override(marin_535b.run(), [f"routing.exchange={exchange}", "routing.capacity=dropless"])
+    assert work.parts(run) == 65_536 * 8 * 64 // 2**18
+    held = memory.block(run)
+    assert held["dispatched"] == 64 * 3072
+    assert held["returned"] * 65_536 == 2**18 * 3072  # one part's room
+    assert held["hidden"] == pytest.approx(3 * 3072 * 8 * run.routing.receiver_capacity)
+    out, back, shares = 3072 * 2, 3072 * 4, 8 * 4  # bytes of a token, its float32 sum, its combine weights
+    forward, backward = out + back + 2 * shares + 1, out + back + shares  # beside them the experts' numbers, and `valid`
+    again = {"none": 0, "block": forward, "block_keep_dispatch": back + 2 * shares + 1}[run.compute.remat]
+    assert work.step(run).expert == pytest.approx(48 * 65_536 * 63 * (forward + again + backward))
+
+
 def test_published_buffers_of_the_reference_run():
     """Fails when the plan loses a buffer that the published assignment names (marin#8508)."""
     moments = memory.moments(marin_535b.run())

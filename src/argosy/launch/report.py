@@ -131,7 +131,9 @@ def _exchange(found: dict) -> Table:
         )
     elif a2a["bytes_per_token_per_layer"]:
         amount = _amount(a2a["bytes_per_token_per_layer"])
-        grid.add_row("experts", Text.assemble((f"{amount} per token and layer", "bold"), " forward: tokens gathered, sums scattered"))
+        grid.add_row(
+            "experts", Text.assemble((f"{amount} per token and layer", "bold"), " forward: tokens gathered, sums scattered")
+        )
     far = [g for g in found["collectives"] if g["link"] != INSIDE and g["what"] not in SMALL]
     names = ", ".join(dict.fromkeys(g["what"] for g in far)) or "nothing but sums of few numbers"
     grid.add_row("across", Text.assemble((names, "yellow" if far else ""), (" between scale-up domains" if far else "")))

@@ -35,7 +35,11 @@ def steady(run: spec.Run) -> dict[str, dict[str, float]]:
 
 
 def block(run: spec.Run) -> dict[str, float]:
-    """Values per token of one block, by kind: what its backward pass needs if nothing is recomputed."""
+    """Values per token of one block, by kind: what its backward pass needs if nothing is recomputed.
+
+    Gathered over ranks (`work.gathered`), `dispatched` are all ranks' tokens and `returned` one part's room for all their
+    assignments.
+    """
     m, moe, d = run.model, run.moe, run.model.width
     heads, kv = m.heads * m.head_width, m.kv_heads_local * m.head_width
     computed, sent = work.rows(run)
@@ -45,6 +49,13 @@ def block(run: spec.Run) -> dict[str, float]:
     mlp = 3 * d + (d if conv else 0) + moe.shared_experts * (3 * moe.shared_hidden + d)
     if moe.latent != "none":
         mlp += 3 * latent + d
+    if work.gathered(run):
+        return {
+            "dense": float(attention + mlp),
+            "dispatched": sent * latent,
+            "returned": sent * moe.experts_per_token * latent / work.parts(run),
+            "hidden": 3 * moe.hidden * computed,
+        }
     most = float(run.mesh.expert * run.routing.waves)  # all that all ranks have, in each chunk
     buffered = max(sent, computed) if run.routing.exchange != "ragged" else sent * min(run.routing.receiver_capacity, most)
     return {
@@ -79,6 +90,8 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
     again = both if run.compute.remat == "none" else sum(values.values()) + both
     late = 0.0 if run.routing.exchange == "ragged" else PREFETCHED * 4 * _routed_words_on_host(run) * mine["routed"]
     largest = max(mine["routed"], mine["attention"], mine["shared"]) / 3 / run.model.layers
+    # gathered in parts: a layer's routed weights and their gradients, in float32 whatever they are otherwise
+    summing = 2 * 4.0 * mine["routed"] / run.model.layers if work.gathered(run) and work.parts(run) > 1 else 0.0
     logits = min(t, run.compute.readout_block_tokens) * vocab * 4.0 * 2
     return {
         "loss": {
@@ -92,7 +105,7 @@ def moments(run: spec.Run) -> dict[str, dict[str, float]]:
             **summed,
             "gradients": gradients,
             "saved": saved,
-            "block": LIVE * t * size * (again + 2 * d),
+            "block": LIVE * t * size * (again + 2 * d) + summing,
             "gathered": 2 * divided * size if ways > 1 else 0.0,
             **({"prefetched": late} if late else {}),
         },

@@ -16,6 +16,7 @@ MARGIN_PASSES = 12  # reads and writes of the counted margins for each part of a
 # Packed documents hide most of a long sequence from a token: the share of tokens whose document is longer than n is
 # 1 up to this length and then falls as 1/n. Fitted to the ratio of the two published context costs (bench/plan.py).
 DOCUMENT_TOKENS = 4096
+GATHERED_ROWS = 2**18  # room for one part's assignments: 1.6 GB at the reference run's latent width in bfloat16
 
 FSDP = ("attention", "head_gate", "latent", "shared", "gated_norm", "readout")  # divided over data x expert
 PLAIN = ("embed", "norm", "conv")  # float32 whatever compute.params is: read in float32, and stepped by Adam
@@ -29,7 +30,7 @@ class Work:
     products: float  # FLOPs of matrix products, optimizer included
     attention: float  # FLOPs of scores and values
     memory: float  # bytes read and written outside the products
-    expert: float  # all-to-all over the expert axis
+    expert: float  # rows over the expert axis, to experts and back
     fsdp: float  # weights gathered and gradients scattered over data x expert
     context: float  # keys and values gathered over the context axis
     reduce: float  # gradients summed over the axes that do not divide a weight
@@ -63,12 +64,38 @@ def passes(run: spec.Run) -> int:
     return 3 if run.compute.remat == "none" else 4
 
 
+def gathered(run: spec.Run) -> bool:
+    """Whether a training step sees whole groups' tokens on every rank: dropless, through a transport between ranks."""
+    return run.routing.capacity == "dropless" and run.routing.exchange in ("pooled_wave", "ragged")
+
+
+def gathered_parts(tokens: int, k: int, ranks: int) -> int:
+    """Into how many equal parts each rank's `tokens` are cut, so that no part needs room for more than `GATHERED_ROWS` rows:
+    all assignments of all ranks' tokens may come to one of them.
+
+    At the reference run's evaluation, one sequence to a device, and its training batch:
+
+    >>> gathered_parts(4096, 8, 64), gathered_parts(65_536, 8, 64)
+    (8, 128)
+    """
+    fitting = (n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * k * ranks <= GATHERED_ROWS)
+    return next(fitting, tokens)
+
+
+def parts(run: spec.Run) -> int:
+    """`gathered_parts` of one part of a run's training batch."""
+    return gathered_parts(round(tokens(run) / run.compute.accumulate), run.moe.experts_per_token, run.mesh.expert)
+
+
 def rows(run: spec.Run) -> tuple[float, float]:
     """Expert rows per token as (computed, transported): padding to capacity counts, refused rows do not.
 
     Capacity ends where everything that can come has room: all of a device's rows at one destination, all at one expert.
+    Gathered, a token itself is transported, once to each rank; what is beyond `receiver_capacity` is not counted.
     """
     r, moe = run.routing, run.moe
+    if gathered(run):
+        return moe.experts_per_token * min(r.receiver_capacity, float(moe.experts)), float(run.mesh.expert)
     if r.exchange == "dense":
         return float(moe.experts) / run.mesh.expert, 0.0
     if r.exchange == "ragged":
@@ -106,20 +133,42 @@ def step(run: spec.Run) -> Work:
     latent = spec.expert_width(run.moe, run.model)
     blocks = n * passes(run) * (_dense_products(run) + 6 * latent * run.moe.hidden * computed)
     readout = 3 * 2 * run.model.width * run.model.vocab  # the blocked loss repeats no product
-    sides = {"none": 4, "block": 6, "block_keep_dispatch": 5}[run.compute.remat]  # all-to-alls per layer
-    apart = (run.mesh.expert - 1) / run.mesh.expert
+    if gathered(run):
+        expert = t * n * sum(gathered_sides(run).values())
+    else:
+        sides = {"none": 4, "block": 6, "block_keep_dispatch": 5}[run.compute.remat]  # all-to-alls per layer
+        expert = t * n * sides * sent * latent * size
     return Work(
         products=t * (blocks + readout) + _newton_schulz(run),
         attention=t * _attention(run) * (3.5 if run.compute.remat == "none" else 4.5),
         memory=t * (n * passes(run) * _block_traffic(run) + _readout_traffic(run))
         + _weights_traffic(run)
         + _update_traffic(run),
-        expert=t * n * sides * sent * latent * size * apart,
+        expert=expert * (run.mesh.expert - 1) / run.mesh.expert,
         fsdp=_fsdp(run),
         context=_context(run),
         reduce=_reduce(run),
         host=_host(run),
     )
+
+
+def gathered_sides(run: spec.Run) -> dict[tuple[str, str], float]:
+    """Bytes per token and layer of what is gathered over ranks and scattered back, whole sides, by phase and operation.
+
+    Tokens travel in their own dtype, sums and combine weights in float32, experts' numbers in int32, `valid` as a byte. The
+    backward pass is the transpose: gradients of sums are gathered, those of tokens and combine weights scattered.
+    """
+    ranks, k, latent, size = run.mesh.expert, run.moe.experts_per_token, spec.expert_width(run.moe, run.model), value_bytes(run)
+    out, back, about = latent * size, latent * 4, 4 * k + 4 * k + 1
+    again = {"none": (0, 0), "block": (out + about, back), "block_keep_dispatch": (about, back)}[run.compute.remat]
+    return {
+        ("forward", "all-gather"): float(ranks * (out + about)),
+        ("forward", "reduce-scatter"): float(ranks * back),
+        ("recomputation", "all-gather"): float(ranks * again[0]),
+        ("recomputation", "reduce-scatter"): float(ranks * again[1]),
+        ("backward", "all-gather"): float(ranks * back),
+        ("backward", "reduce-scatter"): float(ranks * (out + 4 * k)),
+    }
 
 
 def _dense_products(run: spec.Run) -> int | float:
@@ -154,7 +203,10 @@ def _block_traffic(run: spec.Run) -> int | float:
     # Rows: read and written by the send-side gather, both all-to-alls, the receiver's compaction and expansion
     # (where rows are padded), and read by the weighted sum.
     moves = {"pooled_wave": 2 + 4 + 4 + 1, "ragged": 2 + 4 + 1, "local": 2 + 1, "dense": 0}[run.routing.exchange]
-    routed = moves * max(sent, min(computed, 2.0 * moe.experts_per_token)) * latent + 3 * computed * moe.hidden
+    moved = moves * max(sent, min(computed, 2.0 * moe.experts_per_token))
+    if gathered(run):  # of every rank's token: itself gathered, its float32 sum, room for all its rows, zeroed and read twice
+        moved = 3 * computed + sent * (2 + 2 * 4 / size + 3 * moe.experts_per_token)
+    routed = moved * latent + 3 * computed * moe.hidden
     routing = 20 * moe.experts * 4  # float32 scores: bias, top-k, sigmoid, margins, histogram
     return size * (norms + attention + shared + branches + latents + routed) + routing
 
@@ -178,6 +230,8 @@ def _weights_traffic(run: spec.Run) -> float:
     """Bytes of rounding float32 weights before their products, and of adding up what the batch's parts give."""
     c, mine = run.compute, sum(held(run).values())
     rounded = (4 + 2) * low(run) * weight_uses(run) if c.precision == "bf16" and c.params == "fp32" else 0.0
+    if gathered(run) and parts(run) > 1:  # routed weights rounded for each part, its gradients added to those in float32
+        rounded += held(run)["routed"] * parts(run) * ((4 + value_bytes(run)) * weight_uses(run) + 3 * 4 * c.accumulate)
     if c.accumulate == 1:
         return rounded
     return rounded + c.accumulate * (2 * 4 * mine + gradient_bytes(run) + MARGIN_PASSES * 4 * margin_counts(run))

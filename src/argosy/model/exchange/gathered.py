@@ -8,8 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from argosy import spec
 from argosy.model.exchange import layout, local
 from argosy.model.experts import Routed
-
-MOST_ROWS = 2**18  # room for one part's assignments: 1.6 GB at the reference run's latent width in bfloat16
+from argosy.plan import work
 
 
 def gathered(
@@ -25,7 +24,7 @@ def gathered(
 
     An all-gather over the axis `expert` on the way out, a float32 reduce-scatter on the way back; `capacity` changes
     nothing here. All assignments of the gathered tokens may come to one rank, which needs room for them; so the tokens
-    go in `parts`, one after another. Between ranks this moves X tokens for each one, where other transports move K rows:
+    go in parts (`work.gathered_parts`), one after another. Between ranks this moves X tokens for each one, where other transports move K rows:
     as evaluations can afford, not a large training batch.
     """
     count, ranks = p.gate.shape[0], jax.lax.axis_size("expert")
@@ -42,22 +41,10 @@ def gathered(
         return jax.lax.psum_scatter(y.astype(jnp.float32), "expert", tiled=True).astype(x.dtype)
 
     mine = (x, experts, weights, valid)
-    cut = parts(experts.shape[0], experts.shape[1], ranks)
+    cut = work.gathered_parts(experts.shape[0], experts.shape[1], ranks)
     if cut == 1:
         y = one(mine)
     else:
         y = jax.lax.map(one, tuple(a.reshape(cut, -1, *a.shape[1:]) for a in mine)).reshape(x.shape)
     none = jnp.int32(0)
     return y, layout.ledger(valid, experts.shape[1], none, none)
-
-
-def parts(tokens: int, k: int, ranks: int) -> int:
-    """Into how many equal parts each rank's `tokens` are cut, so that no part needs room for more than `MOST_ROWS` rows.
-
-    At the reference run's evaluation, one sequence to a device, and its training batch:
-
-    >>> parts(4096, 8, 64), parts(65_536, 8, 64)
-    (8, 128)
-    """
-    fitting = (n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n * k * ranks <= MOST_ROWS)
-    return next(fitting, tokens)
