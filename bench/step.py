@@ -130,17 +130,16 @@ def argosy(settings: list[str], threads: int) -> tuple[dict[str, Any], Callable[
             active += one.size * (run.moe.experts_per_token / run.moe.experts if one.part == "routed" else 1)
     place = mesh.make(run)
     jax.set_mesh(place)
-    state, train_step = steps.init(run, place), None
+    train_step = steps.compiled(run).lower(steps.abstract(run, place), steps.abstract_batch(run, place)).compile()
+    heap().trim()  # as the training loop does
+    state = steps.init(run, place)
     start = np.zeros((SHAPE["batch_seqs"], SHAPE["seq_len"]), np.int32)
     b_s = jax.sharding.NamedSharding(place, mesh.B_S)
 
     def step(n: int) -> float:
-        nonlocal state, train_step
+        nonlocal state
         words = tokens(n).astype(np.int32)
         batch = Batch(*(jax.device_put(x, b_s) for x in (words[:, :-1], words[:, 1:], start, start == 0)))
-        if train_step is None:
-            train_step = steps.compiled(run).lower(state, batch).compile()
-            heap().trim()  # as the training loop does
         state, stats = train_step(state, batch)
         return float(stats.loss)
 

@@ -89,12 +89,10 @@ def _sentence(error: Exception) -> str:
 
 
 def compiled(program: Any, *args: Any) -> Any:
-    """A jitted program ready to run with these arguments, once it is so in every process.
+    """A jitted program compiled for arguments of these shapes, once it is so in every process.
 
     Collectives between CPUs give up on a process that comes 30 s late to their first use; the time to compile differs more.
     """
-    if alone():
-        return program
     ready = program.lower(*args).compile()
     wait()
     return ready

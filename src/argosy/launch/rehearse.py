@@ -210,18 +210,9 @@ def _result(run: spec.Run, problems: list[str], held: dict, groups: list[dict], 
 
 def program(run: spec.Run, mesh: Any) -> tuple[Any, Any, Any]:
     """The jitted training step, and the shapes of its state and its batch."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-
-    from argosy import mesh as meshes
-    from argosy.batch import Batch
     from argosy.train import step
 
-    shape, where = (run.data.batch_seqs, run.data.seq_len), NamedSharding(mesh, meshes.B_S)
-    dtypes = Batch(tokens=jnp.int32, labels=jnp.int32, doc_start=jnp.int32, valid=jnp.bool_)
-    batch = Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
-    return step.compiled(run), step.abstract(run, mesh), batch
+    return step.compiled(run), step.abstract(run, mesh), step.abstract_batch(run, mesh)
 
 
 def _on_an_accelerator(run: spec.Run, sizes: dict[str, int]) -> list[Any]:

@@ -65,6 +65,10 @@ def train(
         saved = stack.enter_context(checkpoint.opened(host.folder, host.keep_checkpoints))
         stopping = stack.enter_context(stop_signals())
 
+        train_step: Any = None
+        if checkpoint.latest_step(host.folder) < end:  # before anything is allocated: compiling needs much memory of its own
+            train_step = processes.compiled(steps.compiled(run), steps.abstract(run, mesh), steps.abstract_batch(run, mesh))
+            heap.trim()
         state, broken = checkpoint.restore(saved, steps.kept(steps.abstract(run, mesh)), set_aside=True)
         for line in broken:
             event("checkpoint_broken", int(state.step) if state is not None else 0, message=line)
@@ -74,7 +78,6 @@ def train(
         else:
             state = steps.resumed(run, state)
         done = saved_at = int(state.step)
-        train_step: Any = None
         batches = stack.enter_context(loader.prefetch(run, corpus, mesh, done, end))
 
         clock, vote = Clock(run, peak), processes.voting(mesh)
@@ -85,9 +88,6 @@ def train(
                 break
             with clock.part("loading"):
                 batch = next(batches)
-            if train_step is None:
-                train_step = processes.compiled(steps.compiled(run), state, batch)
-                heap.trim()  # what compiling took
             state, stats = train_step(state, batch)
             if unread is not None:  # read one update behind, so that the device never waits for the log
                 note(run, *unread, clock, record, progress)

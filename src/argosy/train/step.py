@@ -51,15 +51,40 @@ def init(run: spec.Run, mesh: jax.sharding.Mesh) -> State:
 
     Like everything here it is called with the run's mesh in place (`jax.set_mesh`).
     """
-    leaves = transformer.leaves(run)
-    state = _around(run, leaves, leaf.init(leaves, mesh, run.seed))
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, abstract(run, mesh))
+    leaves, like = transformer.leaves(run), abstract(run, mesh)
+    if "pinned_host" in (run.compute.masters, run.compute.optimizer_state):
+        state = _leaf_by_leaf(run, leaves, mesh)
+    else:
+        state = _around(run, leaves, leaf.init(leaves, mesh, run.seed))
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, like)
 
 
 def _around(run: spec.Run, leaves: Any, weights: Any) -> State:
-    bias = jnp.zeros((run.model.layers, run.moe.experts), jnp.float32)
     params, masters = split(run, leaves, weights)
-    return State(jnp.zeros((), jnp.int32), params, optimizer.make(run, leaves).init(weights), bias, masters)
+    return _first(run, params, optimizer.make(run, leaves).init(weights), masters)
+
+
+def _first(run: spec.Run, params: Any, opt: Any, masters: Any) -> State:
+    return State(jnp.zeros((), jnp.int32), params, opt, jnp.zeros((run.model.layers, run.moe.experts), jnp.float32), masters)
+
+
+def _leaf_by_leaf(run: spec.Run, leaves: Any, mesh: jax.sharding.Mesh) -> State:
+    """The same state, each leaf's part of it moved to where it stays before the next is made: the device has room for
+    what it keeps, not for all. A program to each leaf, so it takes longer."""
+
+    def one(name: str, its: Leaf) -> tuple[Any, Any, Any]:
+        def make() -> tuple[Any, Any, Any]:
+            w = leaf.value(name, its, run.seed)
+            params, masters = split(run, its, w)
+            return params, optimizer.make(run, its).init(w), masters
+
+        here = NamedSharding(mesh, its.spec)
+        there = (here, *(host.sharding(here, m) for m in (run.compute.optimizer_state, run.compute.masters)))
+        return jax.jit(make, out_shardings=there)()
+
+    made = zip(*(one(name, its) for name, its in leaf.flatten(leaves).items()), strict=True)
+    params, opt, masters = (jax.tree.unflatten(jax.tree.structure(leaves, is_leaf=leaf.is_leaf), part) for part in made)
+    return _first(run, params, opt, None if run.compute.params == "fp32" else masters)
 
 
 def split(run: spec.Run, leaves: Any, weights: Any) -> tuple[Any, Any]:
@@ -120,6 +145,13 @@ def abstract(run: spec.Run, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh)
         opt=jax.tree.map(placed(run.compute.optimizer_state), state.opt),
         masters=jax.tree.map(placed(run.compute.masters), state.masters),
     )
+
+
+def abstract_batch(run: spec.Run, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Batch:
+    """Shapes, dtypes and shardings of a step's batch, nothing allocated."""
+    shape, where = (run.data.batch_seqs, run.data.seq_len), NamedSharding(mesh, meshes.B_S)
+    dtypes = Batch(tokens=jnp.int32, labels=jnp.int32, doc_start=jnp.int32, valid=jnp.bool_)
+    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for dtype in dtypes))
 
 
 def train_step(run: spec.Run, state: State, batch: Batch) -> tuple[State, Stats]:
