@@ -115,6 +115,41 @@ def test_bf16_weights_with_masters_in_host_memory_change_no_bit():
         np.testing.assert_array_equal(p, m.astype(p.dtype), leaf.name(path))
 
 
+@pytest.mark.parametrize("settings", [HALF, ("compute.optimizer_state=pinned_host",)], ids=["masters", "state"])
+def test_a_start_in_host_memory_is_the_same_and_made_leaf_by_leaf(monkeypatch, settings):
+    """Fails when where masters and state stay changes a bit of them, or all of them are on the device before they move."""
+    run = spec.override(runs.find("pocket"), [*SMALL, "mesh.data=2", *settings])
+    mesh, init, seen = meshes.make(run), leaf.init, []
+
+    def held(arrays, place):
+        return sum(x.nbytes for x in arrays if x.sharding.memory_kind == place)
+
+    def watched(leaves, *rest):
+        mine = [x for x in jax.live_arrays() if id(x) not in known]
+        seen.append((*leaf.flatten(leaves), held(mine, "device"), held(mine, "pinned_host")))
+        return init(leaves, *rest)
+
+    with jax.set_mesh(mesh):
+        whole = leaf.init(transformer.leaves(run), mesh, run.seed)
+        known = {id(x): x for x in jax.live_arrays()}  # kept, so that no other array is given their place
+        monkeypatch.setattr(leaf, "init", watched)
+        state = steps.init(run, mesh)
+    jax.tree.map(np.testing.assert_array_equal, steps.weights(state), whole)
+    assert not any(np.any(x) for x in jax.tree.leaves((state.opt, state.router_bias, state.step)))
+    for like, x in zip(jax.tree.leaves(steps.abstract(run, mesh)), jax.tree.leaves(state), strict=True):
+        assert (like.shape, like.dtype, like.sharding.memory_kind) == (x.shape, x.dtype, x.sharding.memory_kind)
+        assert like.sharding.is_equivalent_to(x.sharding, x.ndim)
+    # As each is made, exactly those before it are there, and where they stay.
+    assert [name for name, *_ in seen] == list(leaf.flatten(transformer.leaves(run)))
+    stay = {name: [0, 0] for name, *_ in seen}
+    for part in (state.params, state.opt, state.masters):
+        for path, x in jax.tree_util.tree_leaves_with_path(part):
+            name = next(known for known in stay if f"{leaf.name(path)}/".startswith(f"{known}/"))
+            stay[name][x.sharding.memory_kind == "pinned_host"] += x.nbytes
+    before = np.cumsum([[0, 0], *stay.values()], 0)[:-1]
+    np.testing.assert_array_equal([sizes for _, *sizes in seen], before)
+
+
 def test_masters_are_stepped_by_the_formulas():
     """Adam on the router's masters and MuonH's radius and length on those of q, in numpy, from the recorded moments."""
     run, _, before, state, _ = after(*HALF)

@@ -69,18 +69,16 @@ def _first(run: spec.Run, params: Any, opt: Any, masters: Any) -> State:
 
 
 def _leaf_by_leaf(run: spec.Run, leaves: Any, mesh: jax.sharding.Mesh) -> State:
-    """The same state, each leaf's part of it moved to where it stays before the next is made: the device has room for
-    what it keeps, not for all. A program to each leaf, so it takes longer."""
+    """The same state, each leaf's part of it moved to where it stays before the next is made: the device has room for what
+    it keeps, not for all. A program makes one float32 leaf and nothing else: with more in it, its last bits would differ."""
 
     def one(name: str, its: Leaf) -> tuple[Any, Any, Any]:
-        def make() -> tuple[Any, Any, Any]:
-            w = leaf.value(name, its, run.seed)
-            params, masters = split(run, its, w)
-            return params, optimizer.make(run, its).init(w), masters
-
-        here = NamedSharding(mesh, its.spec)
-        there = (here, *(host.sharding(here, m) for m in (run.compute.optimizer_state, run.compute.masters)))
-        return jax.jit(make, out_shardings=there)()
+        w = leaf.init({name: its}, mesh, run.seed)[name]
+        params, masters = split(run, its, w)
+        state, here = optimizer.make(run, its).init(w), NamedSharding(mesh, its.spec)
+        state = jax.device_put(state, host.sharding(here, run.compute.optimizer_state))
+        masters = jax.device_put(masters, host.sharding(here, run.compute.masters))
+        return jax.block_until_ready((params, state, masters))
 
     made = zip(*(one(name, its) for name, its in leaf.flatten(leaves).items()), strict=True)
     params, opt, masters = (jax.tree.unflatten(jax.tree.structure(leaves, is_leaf=leaf.is_leaf), part) for part in made)
