@@ -338,7 +338,9 @@ def check_json(found: dict) -> None:
     assert set(found["all_to_all"]) == {"per_layer_per_wave_forward", "bytes_per_token_per_layer"}
 
 
-@pytest.mark.parametrize(("choice", "a2a"), [("routing.capacity=bounded", 2), ("routing.capacity=dropless", 0)])
+@pytest.mark.parametrize(
+    ("choice", "a2a"), [("routing.capacity=bounded", 2), pytest.param("routing.capacity=dropless", 0, marks=pytest.mark.slow)]
+)
 def test_the_command_whole(tmp_path, choice, a2a):
     """Fails when the compiled program has what the traced one does not explain, or JSON is not alone on standard output."""
     sets = [word for setting in [*SMALL, *POOLED, "model.layers=1", choice] for word in ("--set", setting)]

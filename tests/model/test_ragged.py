@@ -233,6 +233,7 @@ def test_bf16_follows_fp32():
     assert_near(jax.tree.map(np.float32, got), expected("skewed", np.ones((T, K), bool)), 0.02)
 
 
+@pytest.mark.slow
 def test_the_whole_block_equals_dense():
     """Gradients of router, experts, latent and shared experts, and of what comes before; statistics and next bias."""
     small = ["model.width=16", "moe.experts_per_token=3", "moe.hidden=8", "moe.latent_width=8", "moe.shared_hidden=8",

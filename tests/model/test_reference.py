@@ -140,7 +140,7 @@ def documents(run, rng):
     return Batch(text[:, :-1], text[:, 1:], start, valid)
 
 
-@pytest.mark.parametrize("exchange", ["local", "dense"])
+@pytest.mark.parametrize("exchange", ["local", pytest.param("dense", marks=pytest.mark.slow)])
 def test_the_network_is_the_reference_written_again(exchange):
     run = spec.override(runs.find("pocket"), [*TINY, f"routing.exchange={exchange}"])
     rng = np.random.default_rng(0)

@@ -139,6 +139,7 @@ def test_a_save_that_is_due_is_written_once(run, home, monkeypatch, late):
     assert saves == [5 + late, 10]
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_training_alone_and_repeats_itself(run, home):
     with_evals, _, _ = sail(run, home, "evals")
     without, _, _ = sail(run, home, "no-evals", evaluate=False)
@@ -164,6 +165,7 @@ def test_learning_rates_are_logged_for_the_update_that_used_them(run, home):
     assert rows[10]["optim/learning_rate"] / peak == pytest.approx(1 - 0.95 * 7 / 8)
 
 
+@pytest.mark.slow
 def test_a_broken_checkpoint_costs_only_what_came_after_the_one_before(run, home):
     whole, _, _ = sail(run, home, "unbroken")
     host = spec.Host(home=home, name="broken")
@@ -180,6 +182,7 @@ def test_a_broken_checkpoint_costs_only_what_came_after_the_one_before(run, home
     assert checkpoint.latest_step(host.folder) == 10
 
 
+@pytest.mark.slow
 def test_when_no_checkpoint_restores_the_run_is_refused_and_nothing_moves(run, home):
     """A change of code that adds a parameter must not begin a run again from its seed."""
     sail(run, home, "other", stop_after=2, evaluate=False)
@@ -200,6 +203,7 @@ def test_a_reader_leaves_the_folder_of_a_live_run_alone(run, home):
     assert unfinished.exists()
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_finite_are_never_saved(run, home):
     """The loss of an update is of the parameters before it, so it alone would be seen one checkpoint too late."""
     wild = spec.override(run, ["optim.rule=adamw", "optim.adamw_lr=1e38", "optim.weight_decay=1e30", "optim.warmup_frac=0"])
@@ -227,6 +231,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(r
         sail(wild, home, "wild", evaluate=False)
 
 
+@pytest.mark.slow
 def test_the_log_refusing_a_row_ends_the_run_with_its_error(run, home):
     def full(step, row):
         raise OSError(28, "No space left on device")
