@@ -78,6 +78,7 @@ def numbers(rows):
     return {step: {k: v for k, v in row.items() if not k.startswith(skip)} for step, row in rows.items()}
 
 
+@pytest.mark.slow  # its twin with every choice of memory is in the fast suite
 def test_ten_steps_equal_five_and_five_to_the_bit(run, home):
     whole, rows, _ = sail(run, home, "whole")
     assert sorted(rows) == list(range(11))

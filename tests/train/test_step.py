@@ -73,7 +73,7 @@ ADAMW = "optim.rule=adamw"  # no Newton-Schulz, which half of the time to compil
 @pytest.mark.parametrize(
     "cut",
     [
-        ("compute.accumulate=4",),
+        pytest.param(("compute.accumulate=4",), marks=pytest.mark.slow),
         pytest.param(("compute.accumulate=2", "mesh.data=2", "mesh.replica=2"), marks=pytest.mark.slow),
         pytest.param(("compute.accumulate=2", "mesh.data=2", "mesh.expert=2", *POOLED), marks=pytest.mark.slow),
     ],
@@ -96,6 +96,7 @@ BF16 = ("compute.precision=bf16",)
 HALF = (*BF16, "compute.params=bf16", "compute.masters=pinned_host", "compute.optimizer_state=pinned_host")
 
 
+@pytest.mark.slow
 def test_bf16_weights_with_masters_in_host_memory_change_no_bit():
     """Fails when an update starts from rounded weights, or a weight is rounded that float32 weights would not be."""
     _, _, _, full, seen = after(*BF16)
@@ -115,7 +116,9 @@ def test_bf16_weights_with_masters_in_host_memory_change_no_bit():
         np.testing.assert_array_equal(p, m.astype(p.dtype), leaf.name(path))
 
 
-@pytest.mark.parametrize("settings", [HALF, ("compute.optimizer_state=pinned_host",)], ids=["masters", "state"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(HALF, marks=pytest.mark.slow), ("compute.optimizer_state=pinned_host",)], ids=["masters", "state"]
+)
 def test_a_start_in_host_memory_is_the_same_and_made_leaf_by_leaf(monkeypatch, settings):
     """Fails when where masters and state stay changes a bit of them, or all of them are on the device before they move."""
     run = spec.override(runs.find("pocket"), [*SMALL, "mesh.data=2", *settings])
