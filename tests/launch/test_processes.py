@@ -25,7 +25,8 @@ from argosy.track import log as logs
 from argosy.train import checkpoint
 from argosy.train import step as steps
 
-pytestmark = pytest.mark.slow
+# The launcher never loads JAX, so its forks are safe; a test process may have loaded it.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")]
 
 UPDATES = 12
 RECIPE = """
