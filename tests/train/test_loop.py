@@ -153,6 +153,7 @@ def test_evaluation_leaves_training_alone_and_repeats_itself(run, home):
     assert evaluate(state) == evaluate(state)
 
 
+@pytest.mark.slow
 def test_training_learns(run, home):
     _, rows, _ = sail(spec.override(run, ["optim.horizon_tokens=5120"]), home, "learns")
     assert rows[40]["train/loss"] < rows[1]["train/loss"] - 1

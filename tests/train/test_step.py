@@ -153,6 +153,7 @@ def test_a_start_in_host_memory_is_the_same_and_made_leaf_by_leaf(monkeypatch, s
     np.testing.assert_array_equal([sizes for _, *sizes in seen], before)
 
 
+@pytest.mark.slow
 def test_masters_are_stepped_by_the_formulas():
     """Adam on the router's masters and MuonH's radius and length on those of q, in numpy, from the recorded moments."""
     run, _, before, state, _ = after(*HALF)
