@@ -168,18 +168,19 @@ def test_learning_rates_are_logged_for_the_update_that_used_them(run, home):
 
 
 @pytest.mark.slow
-def test_a_broken_checkpoint_costs_only_what_came_after_the_one_before(run, home):
-    whole, _, _ = sail(run, home, "unbroken")
-    host = spec.Host(home=home, name="broken")
-    sail(run, home, "broken", stop_after=4)
-    sail(run, home, "broken", stop_after=6)
-    for path in (host.folder / "checkpoints" / "step_6").rglob("*"):
+@pytest.mark.parametrize("last", [6, 10], ids=["under way", "finished"])
+def test_a_broken_checkpoint_costs_only_what_came_after_the_one_before(run, home, last):
+    whole, _, _ = sail(run, home, f"unbroken-{last}")
+    host = spec.Host(home=home, name=f"broken-{last}")
+    sail(run, home, host.name, stop_after=4)
+    sail(run, home, host.name, stop_after=last)
+    for path in (host.folder / "checkpoints" / f"step_{last}").rglob("*"):
         if path.is_file() and path.stat().st_size > 200 and "d" in path.parts:
             path.write_bytes(b"not a checkpoint")
-    state, rows, events = sail(run, home, "broken")
+    state, rows, events = sail(run, home, host.name)
     assert min(rows) == 5
     assert events[0][0] == "checkpoint_broken"
-    assert "step 6" in events[0][2]["message"]
+    assert f"step {last}" in events[0][2]["message"]
     same(whole, state)
     assert checkpoint.latest_step(host.folder) == 10
 

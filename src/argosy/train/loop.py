@@ -65,10 +65,13 @@ def train(
         saved = stack.enter_context(checkpoint.opened(host.folder, host.keep_checkpoints))
         stopping = stack.enter_context(stop_signals())
 
-        train_step: Any = None
-        if checkpoint.latest_step(host.folder) < end:  # before anything is allocated: compiling needs much memory of its own
-            train_step = processes.compiled(steps.compiled(run), steps.abstract(run, mesh), steps.abstract_batch(run, mesh))
+        def compiled() -> Any:
+            made = processes.compiled(steps.compiled(run), steps.abstract(run, mesh), steps.abstract_batch(run, mesh))
             heap.trim()
+            return made
+
+        # before anything is allocated: compiling needs much memory of its own
+        train_step: Any = compiled() if checkpoint.latest_step(host.folder) < end else None
         state, broken = checkpoint.restore(saved, steps.kept(steps.abstract(run, mesh)), set_aside=True)
         for line in broken:
             event("checkpoint_broken", int(state.step) if state is not None else 0, message=line)
@@ -78,6 +81,8 @@ def train(
         else:
             state = steps.resumed(run, state)
         done = saved_at = int(state.step)
+        if train_step is None and done < end:  # the newest checkpoint was broken, the one taken is from before the end
+            train_step = compiled()
         batches = stack.enter_context(loader.prefetch(run, corpus, mesh, done, end))
 
         clock, vote = Clock(run, peak), processes.voting(mesh)
