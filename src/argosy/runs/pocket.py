@@ -5,6 +5,11 @@ rules (heads of 128, gate rank 128, latent and expert width d/2, 384 experts, 79
 to d = 128 would leave one head, gates as wide as the model, and a run of hours.
 """
 
+import math
+from dataclasses import replace
+
+from argosy.plan import flops
+from argosy.plan.ladder import Rung
 from argosy.spec import Compute, Data, Evals, Mesh, Model, Moe, Optim, Phase, Routing, Run
 
 
@@ -98,5 +103,42 @@ def run() -> Run:
             attention_block=64,  # the fastest of 64 and 128 on two cores
             readout_block_tokens=512,
         ),
-        evals=Evals(every_frac=0.1, tokens_per_set=32_768, batch_seqs=8),
+        # Twenty times a run, for the forecast; the same text each time, so that little of it compares runs well.
+        evals=Evals(every_frac=0.05, tokens_per_set=16_384, batch_seqs=8),
+    )
+
+
+def rung(width: int) -> Run:
+    """The pocket run at a smaller width: four narrower heads, inner widths halves of it, tokens by active parameters.
+
+    Sequences per update follow the square root of the tokens, so that a smaller run has fewer updates, but not as many fewer as it has
+    fewer tokens.
+
+    Raises:
+        ValueError: for a width that is no multiple of 16, as heads rotate in fours.
+    """
+    hero = run()
+    half = width // 2
+    draft = replace(
+        hero,
+        recipe=f"pocket/d{width}",
+        model=replace(hero.model, width=width, head_width=width // hero.model.heads),
+        moe=replace(hero.moe, hidden=half, latent_width=half, shared_hidden=half),
+    )
+    share = flops.active(draft) / flops.active(hero)
+    return replace(
+        draft,
+        data=replace(hero.data, batch_seqs=round(hero.data.batch_seqs * math.sqrt(share))),
+        optim=replace(hero.optim, horizon_tokens=int(hero.optim.horizon_tokens * share)),
+    )
+
+
+def rungs() -> tuple[Rung, ...]:
+    """Four sizes of 1/139 to 1/2.9 of the hero's FLOPs, one of them again at half the batch and with another seed."""
+    sizes = {f"d{width}": rung(width) for width in (32, 48, 64, 96)}
+    again = sizes["d64"]
+    return (
+        *(Rung(name, run, "size") for name, run in sizes.items()),
+        Rung("d64-small-batch", replace(again, data=replace(again.data, batch_seqs=again.data.batch_seqs // 2)), "small_batch"),
+        Rung("d64-seed1", replace(again, seed=again.seed + 1), "seed"),
     )
