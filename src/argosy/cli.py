@@ -33,6 +33,8 @@ data = SubcommandApp()
 app.command(data, name="data", help="Make corpora.")
 forecast = SubcommandApp()
 app.command(forecast, name="forecast", help="From small runs to a large one, with bands.")
+ladder = SubcommandApp()
+app.command(ladder, name="ladder", help="Small runs of the hero's recipe: plan, train, check them.")
 launch = SubcommandApp()
 app.command(launch, name="launch", help="Start several processes.")
 
@@ -294,6 +296,19 @@ def build(
     emit(ledger) if json else console().print(prepare.table(ledger))
 
 
+@ladder.command(name="show")
+def show_ladder(recipe: Name, /, settings: Settings = (), seed: int | None = None, json: Json = False) -> None:
+    """The rungs of a hero run, what each is for and what it costs: argosy ladder NAME.
+
+    Args:
+        recipe: The hero's recipe, by name or file.py:function.
+        settings: Override a field of the hero, e.g. optim.lr_scale=1.
+        seed: Seed of the hero; the recipe's by default.
+        json: Print JSON alone.
+    """
+    raise ValueError(f"argosy ladder {resolve(recipe, settings, seed).recipe}: being written")
+
+
 @forecast.command
 def fit(
     *,
@@ -447,6 +462,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "new",
         "plan",
         "data",
+        "ladder",
         "forecast",
         "serve",
         "runs",
@@ -456,6 +472,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "launch",
         "rehearse",
     )
+    if args[:1] == ["ladder"] and args[1:2] not in (["show"], ["check"], ["--help"], ["-h"]):
+        args.insert(1, "show")  # `argosy ladder NAME` is the one that people type
     if args[:1] == ["launch"]:
         from argosy.launch import local as launching
 
