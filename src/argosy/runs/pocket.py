@@ -108,37 +108,42 @@ def run() -> Run:
     )
 
 
-def rung(width: int) -> Run:
-    """The pocket run at a smaller width: four narrower heads, inner widths halves of it, tokens by active parameters.
+def rung(width: int, hero: Run | None = None) -> Run:
+    """The hero (the pocket run) at a smaller width: as many heads, narrower, tokens by active parameters.
 
-    Sequences per update follow the square root of the tokens, so that a smaller run has fewer updates, but not as many fewer as it has
-    fewer tokens.
+    Inner widths are halves of the width. Sequences per update follow the square root of the tokens, so that a smaller run has fewer
+    updates, but not as many fewer as it has fewer tokens.
 
     Raises:
         ValueError: for a width that is no multiple of 16, as heads rotate in fours.
     """
-    hero = run()
+    hero = hero or run()
     half = width // 2
     draft = replace(
         hero,
-        recipe=f"pocket/d{width}",
+        recipe=f"{hero.recipe}/d{width}",
         model=replace(hero.model, width=width, head_width=width // hero.model.heads),
         moe=replace(hero.moe, hidden=half, latent_width=half, shared_hidden=half),
     )
     share = flops.active(draft) / flops.active(hero)
     return replace(
         draft,
-        data=replace(hero.data, batch_seqs=round(hero.data.batch_seqs * math.sqrt(share))),
+        data=replace(hero.data, batch_seqs=max(1, round(hero.data.batch_seqs * math.sqrt(share)))),
         optim=replace(hero.optim, horizon_tokens=int(hero.optim.horizon_tokens * share)),
     )
 
 
-def rungs() -> tuple[Rung, ...]:
+def rungs(hero: Run | None = None) -> tuple[Rung, ...]:
     """Four sizes of 1/139 to 1/2.9 of the hero's FLOPs, one of them again at half the batch and with another seed."""
-    sizes = {f"d{width}": rung(width) for width in (32, 48, 64, 96)}
-    again = sizes["d64"]
+    hero = hero or run()
+    sizes = [rung(hero.model.width * eighths // 8, hero) for eighths in (2, 3, 4, 6)]
+    again, name = sizes[2], f"d{sizes[2].model.width}"
     return (
-        *(Rung(name, run, "size") for name, run in sizes.items()),
-        Rung("d64-small-batch", replace(again, data=replace(again.data, batch_seqs=again.data.batch_seqs // 2)), "small_batch"),
-        Rung("d64-seed1", replace(again, seed=again.seed + 1), "seed"),
+        *(Rung(f"d{size.model.width}", size, "size") for size in sizes),
+        Rung(
+            f"{name}-small-batch",
+            replace(again, data=replace(again.data, batch_seqs=again.data.batch_seqs // 2)),
+            "small_batch",
+        ),
+        Rung(f"{name}-seed{again.seed + 1}", replace(again, seed=again.seed + 1), "seed"),
     )
