@@ -39,6 +39,7 @@ class Stats(NamedTuple):
 
     loss: Any
     cross_entropy: Any
+    logit_z: Any
     tokens: Any
     grad_norm: dict[str, Any]
     param_norm: dict[str, Any]
@@ -166,6 +167,7 @@ def train_step(run: spec.Run, state: State, batch: Batch) -> tuple[State, Stats]
     stats = Stats(
         loss=out.sums.total / _count(out.sums.tokens) + out.aux,
         cross_entropy=out.sums.nll / _count(out.sums.tokens),
+        logit_z=out.sums.z / _count(out.sums.tokens),
         tokens=out.sums.tokens,
         grad_norm=update.grad_norm,
         param_norm=update.param_norm,
@@ -292,6 +294,7 @@ def metrics(run: spec.Run, done: int, stats: Stats) -> dict[str, float]:
     row = {
         "train/loss": stats.loss,
         "train/cross_entropy_loss": stats.cross_entropy,
+        "train/logit_z": stats.logit_z,
         "run_progress": done / spec.steps(run),
         "optim/learning_rate": muonh_lr,
         "optim/adam_lr": adam_lr,
