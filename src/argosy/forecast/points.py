@@ -23,7 +23,7 @@ POINTS_COLUMNS = (*TARGET_COLUMNS, "value")
 FLOPS_PER_TOKEN = 6  # per active parameter, where a table has no FLOPs or no tokens
 
 OTHER = re.compile(
-    r"grad|norm|drop_|dropped|_drop|drops|throughput|mfu|tokens_per|per_second|tok/s|learning_rate|entropy(?!_loss)|z_loss|bias|load|lr\b",
+    r"grad|norm|drop_|dropped|_drop|drops|throughput|mfu|tokens_per|per_second|tok/s|learning_rate|entropy(?!_loss)|z_loss|logit_z|bias|load|lr\b",
     re.IGNORECASE,
 )
 LOSS = re.compile(r"loss|bpb|bits_per|nll|cross_?entropy|perplexity|ppl", re.IGNORECASE)
