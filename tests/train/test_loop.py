@@ -51,7 +51,7 @@ def run():
     return spec.override(runs.find("pocket"), TINY)
 
 
-def sail(run, home, name, stop_after=None, evaluate=True, record=None, progress=None):
+def sail(run, home, name, stop_after=None, evaluate=True, record=None, progress=None, judge=lambda step: False):
     """One call of the loop; the final state and the rows by step."""
     corpus = tokens.open_store(home / "corpora" / "tiny")
     rows, events = {}, []
@@ -63,6 +63,7 @@ def sail(run, home, name, stop_after=None, evaluate=True, record=None, progress=
         event=lambda kind, step, **fields: events.append((kind, step, fields)),
         evaluate=heldout.evaluator(run, corpus) if evaluate else lambda state: {},
         progress=progress or (lambda step, row: None),
+        judge=judge,
         stop_after=stop_after,
     )
     return jax.device_get(state), rows, events
@@ -138,6 +139,15 @@ def test_a_save_that_is_due_is_written_once(run, home, monkeypatch, late):
     monkeypatch.setattr(loop.checkpoint, "save", lambda manager, state, step: saves.append(step))
     sail(run, home, f"once-{late}", evaluate=False, progress=progress)
     assert saves == [5 + late, 10]
+
+
+def test_a_judge_is_asked_after_every_evaluation_and_may_stop_the_run(run, home):
+    asked = []
+    state, rows, _ = sail(run, home, "judged", judge=lambda step: asked.append(step) or True)
+    assert asked == [5] and int(state.step) == 5
+    assert checkpoint.latest_step(home / "runs" / "judged") == 5
+    state, _, _ = sail(run, home, "judged", judge=lambda step: bool(asked.append(step)))
+    assert asked == [5, 10] and int(state.step) == 10
 
 
 @pytest.mark.slow

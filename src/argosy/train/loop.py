@@ -38,12 +38,14 @@ def train(
     event: Callable[..., None],
     evaluate: Callable[[steps.State], Row],
     progress: Callable[[int, Row], None],
+    judge: Callable[[int], bool] = lambda step: False,
     stop_after: int | None = None,
 ) -> steps.State:
     """Train a run from its last checkpoint, or from its seed, to its end; return the final state.
 
     `record(step, row)` takes the metrics once `step` updates are finished, `event(kind, step, **fields)` what
-    happened, `evaluate(state)` gives held-out metrics, `progress(step, row)` is told of every update.
+    happened, `evaluate(state)` gives held-out metrics, `progress(step, row)` is told of every update, `judge(step)` is
+    asked after every evaluation and says whether to stop.
     `stop_after` ends the call once the run has that many finished updates; SIGTERM and SIGINT end it after the
     update under way. Either way a checkpoint is written first. With several processes a signal to any of them ends
     all after the same update, process 0's clock decides when to save, and all call this with the same values.
@@ -105,6 +107,8 @@ def train(
             if due_evaluation(run, done):
                 with clock.part("evaluation"):
                     record(done, evaluate(state))
+                    if judge(done):
+                        stopping.append("judged")
             if saving:  # decided once: what is saved has been read and found finite
                 with clock.part("checkpoint"):
                     checkpoint.save(saved, steps.kept(state), done)
