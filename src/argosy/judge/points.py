@@ -5,21 +5,24 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from argosy import spec
+from argosy.forecast import alarms
 from argosy.forecast import points as P
+from argosy.judge import ladders
 from argosy.plan import flops, scaling
 from argosy.track import log as logs
+from argosy.track import metrics as known
 
 # What is forecast: evaluations, training losses, gradient norms, drops, routing, speed. Not: what a recipe or a corpus fixes (rates,
 # tokens, documents, parameter norms under the hyperball), what has a sign (router bias and margins: no trend in log), counts that
 # grow with the batch, histograms, times and memory of a process, and what is measured once (`eval_whole`).
 FORECAST = re.compile(
     r"eval_dropless/[^/]+/(macro_)?(bpb|loss)"
-    r"|train/(loss|cross_entropy_loss|logit_z_loss)"
+    r"|train/(loss|cross_entropy_loss|logit_z)"
     r"|grad/norm/[^/]+"
     r"|moe/((sender_|receiver_)?drop_fraction)"
     r"|train/router/(layer_\d+/(drop_fraction|load_max_over_mean|routing_entropy)"
@@ -120,13 +123,166 @@ def windows(steps: np.ndarray, values: np.ndarray, ends: np.ndarray) -> dict[int
     return {int(end): float(np.mean(values[a:b])) for end, a, b in zip(ends, edges[:-1], edges[1:], strict=True) if b > a}
 
 
+class Gathered(NamedTuple):
+    """What a ladder's runs logged."""
+
+    hero: spec.Run
+    rungs: list[dict[str, Any]]  # name, purpose, key, steps (finished), steps_total, finished, checksum (of the corpus)
+    rows: list[Row]
+    metrics: list[str]
+    alarms: list[alarms.Alarm]
+
+
+def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathered:
+    """The rungs of a hero's ladder with their rows, and what is wrong with them.
+
+    A metric is forecast if every rung that has begun logged it. Layers are compared where hero and rungs have as many; speed where all
+    rungs ran on one kind of machine and on as many devices, of the chip, that the hero is planned for.
+
+    Raises:
+        ValueError: when there is no ladder of this name, or a rung's run has other values than the ladder says.
+    """
+    body = ladders.load(home, name)
+    hero = spec.from_json(body["hero"])
+    told: list[alarms.Alarm] = []
+    rungs, logged = [], {}
+    for entry in body["rungs"]:
+        planned = spec.from_json(entry["run"])
+        found = {"name": entry["name"], "purpose": entry["purpose"], "key": planned.key(), "steps": 0}
+        found |= {"steps_total": spec.steps(planned), "finished": False, "checksum": None}
+        rungs.append(found)
+        if not (home / "runs" / entry["name"] / "run.json").is_file():
+            told.append(alarms.alarm("rung_missing", f"{entry['name']} has not begun; argosy ladder {name} --run trains it"))
+            continue
+        log = logs.read(home / "runs" / entry["name"])
+        changed = spec.difference(planned, spec.from_json(log.run["run"]))
+        if changed:
+            said = "; ".join(f"{key} {now} (the ladder says {was})" for key, (was, now) in changed.items())
+            raise ValueError(
+                f"run {entry['name']!r} is not the rung that the ladder of {name!r} holds: {said}; move that run away, or name the"
+                " hero otherwise with --as"
+            )
+        found["steps"] = max([step for step, _ in filter(None, map(log.last, ("train/loss",)))], default=0)
+        found["finished"] = found["steps"] >= found["steps_total"]
+        found["checksum"] = checksum(log)
+        if not evaluated(log):
+            told.append(alarms.alarm("rung_missing", f"{entry['name']} has no evaluation yet; argosy ladder {name} --run goes on"))
+            continue
+        logged[entry["name"]] = (planned, log, entry["purpose"])
+    common, left = shared(hero, [(run, log) for run, log, _ in logged.values()], metrics)
+    rows = [row for _, log, purpose in logged.values() for row in of_run(log, common, purpose)]
+    broken = [row for row in rows if not math.isfinite(row["value"])]
+    told += left + not_finite(broken) + differing(hero, {n: run for n, (run, _, _) in logged.items()}, rungs)
+    return Gathered(hero, rungs, [row for row in rows if math.isfinite(row["value"])], common, told)
+
+
+def checksum(log: logs.RunLog) -> str | None:
+    """Of the corpus that a run began on."""
+    return next((r["fields"].get("checksum") for r in log.lineage if r["kind"] == "corpus"), None)
+
+
+def shared(
+    hero: spec.Run, rungs: Sequence[tuple[spec.Run, logs.RunLog]], metrics: Sequence[str] | None
+) -> tuple[list[str], list[alarms.Alarm]]:
+    """The metrics that can be forecast, and alarms about those that cannot."""
+    if not rungs:
+        return [], []
+    sets = [set(forecastable(log.metrics)) for _, log in rungs]
+    common, some = set.intersection(*sets), set.union(*sets)
+    deep = any(run.model.layers != hero.model.layers for run, _ in rungs)
+    told = []
+    if missing := sorted(n for n in some - common if not LAYER.match(n)):
+        told.append(
+            alarms.alarm(
+                "not_in_every_rung", f"not forecast, since not every rung logged them: {', '.join(missing[:6])}"
+                + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
+            )
+        )  # fmt: skip
+    if deep:
+        common = {n for n in common if not LAYER.match(n)}
+    if not one_machine(hero, rungs):
+        common = {n for n in common if not n.startswith(SPEED)}
+    # A metric that is 0 throughout (drops at a sender that has no limit) says nothing.
+    common = {n for n in common if any((log.series(n)[1] != 0).any() for _, log in rungs)}
+    return [n for n in sorted(common, key=known.rank) if metrics is None or n in metrics], told
+
+
+def one_machine(hero: spec.Run, rungs: Sequence[tuple[spec.Run, logs.RunLog]]) -> bool:
+    """Whether speeds may be compared: one chip, as many devices, one kind of machine."""
+    chips = {(run.compute.chip, spec.devices(run)) for run in [hero, *(run for run, _ in rungs)]}
+    about = [log.run.get("environment") or {} for _, log in rungs]
+    return len(chips) == 1 and len({(e.get("machine"), e.get("processors")) for e in about}) == 1
+
+
+def not_finite(broken: Sequence[Row]) -> list[alarms.Alarm]:
+    """One alarm for each run with values that are no numbers."""
+    found = []
+    for run in dict.fromkeys(row["run"] for row in broken):
+        own = [row for row in broken if row["run"] == run]
+        names = list(dict.fromkeys(row["metric"] for row in own))
+        found.append(
+            alarms.alarm(
+                "not_finite",
+                f"{run}: {', '.join(names[:3])}{f' and {len(names) - 3} more metrics' if len(names) > 3 else ''} are NaN or infinite from"
+                f" step {min(row['step'] for row in own)}: left out. A rung that diverged is no rung: train it again or change the recipe",
+            )
+        )
+    return found
+
+
+SAME = {  # what hero and rungs must share for one law to hold all of them
+    "data.corpus": lambda r: r.data.corpus,
+    "data.seq_len": lambda r: r.data.seq_len,
+    "data.phases": lambda r: tuple((p.until_frac, p.weights) for p in r.data.phases),
+    "model.vocab": lambda r: r.model.vocab,
+    "evals.tokens_per_set": lambda r: r.evals.tokens_per_set,
+    "moe.experts": lambda r: r.moe.experts,
+    "moe.experts_per_token": lambda r: r.moe.experts_per_token,
+    "routing.balance": lambda r: r.routing.balance,
+    "routing.capacity": lambda r: r.routing.capacity,
+    "routing.receiver_capacity": lambda r: r.routing.receiver_capacity if r.routing.capacity == "bounded" else None,
+    "routing.sender_capacity": lambda r: r.routing.sender_capacity if r.routing.exchange == "pooled_wave" else None,
+    "optim.rule": lambda r: r.optim.rule,
+    "optim.scaling": lambda r: r.optim.scaling,
+    "optim.lr_scale": lambda r: r.optim.lr_scale,
+    "optim.warmup_frac": lambda r: r.optim.warmup_frac,
+    "optim.final_frac": lambda r: r.optim.final_frac,
+    "model.z_loss": lambda r: r.model.z_loss,
+}
+
+
+def differing(hero: spec.Run, runs: dict[str, spec.Run], rungs: Sequence[dict[str, Any]]) -> list[alarms.Alarm]:
+    """Alarms about what the rungs do not share with the hero, or one corpus with another."""
+    found = []
+    for field, of in SAME.items():
+        other = [name for name, run in runs.items() if of(run) != of(hero)]
+        if other:
+            found.append(
+                alarms.alarm(
+                    "rungs_differ",
+                    f"{field} is {short(of(hero))} in the hero and {short(of(runs[other[0]]))} in {', '.join(other)}: the forecast is of a"
+                    " run like the rungs",
+                )
+            )
+    sums = {r["checksum"]: r["name"] for r in rungs if r["checksum"]}
+    if len(sums) > 1:
+        said = ", ".join(f"{name} {str(value)[:16]}" for value, name in sums.items())
+        found.append(alarms.alarm("rungs_differ", f"the corpus has other checksums: {said}; the rungs did not read the same text"))
+    return found
+
+
+def short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def of_ladder(home: Path, hero_name: str, metrics: Sequence[str] | None = None) -> P.Table:
     """The points of a hero's ladder: every finite value of its rungs' metrics that are forecast.
 
     Raises:
         ValueError: when there is no ladder of this name, or a rung's run has other values than the ladder says.
     """
-    return P.of_rows(gather(home, hero_name, metrics).rows)  # noqa: F821
+    return P.of_rows(gather(home, hero_name, metrics).rows)
 
 
 def target(hero: spec.Run, name: str, metrics: Sequence[str]) -> P.Table:
