@@ -35,6 +35,8 @@ forecast = SubcommandApp()
 app.command(forecast, name="forecast", help="From small runs to a large one, with bands.")
 ladder = SubcommandApp()
 app.command(ladder, name="ladder", help="Small runs of the hero's recipe: plan, train, check them.")
+scaling = SubcommandApp()
+app.command(scaling, name="scaling", help="Learning-rate rules from sweeps.")
 launch = SubcommandApp()
 app.command(launch, name="launch", help="Start several processes.")
 
@@ -217,13 +219,20 @@ def plan(
     if fit:
         choices = fitting.fit(resolve(recipe, settings, seed))
         emit(choices) if json else fitting.show(choices, console())
+        if choices["nothing"]:
+            sys.exit(1)
         return
     if chip or chips or days:
         if recipe or drops_from:
             raise ValueError(
                 f"argosy plan {recipe or '--drops-from'} --chip: name a recipe, or --chip, --chips and --days, not both"
             )
-        found = propose.propose(chip, chips, days, propose.GOODPUT if goodput is None else goodput)
+        if settings or seed is not None or deadline is not None:
+            raise ValueError(
+                "argosy plan --chip proposes a whole run, whose deadline is --days: --set, --seed and --deadline are for a"
+                " recipe; leave them out"
+            )
+        found = propose.propose(chip, chips, days, propose.GOODPUT if goodput is None else goodput, price=price)
         emit(found) if json else report.show_proposal(found, console())
         return
     if not recipe:
@@ -396,6 +405,53 @@ def diff(a: Name, b: Name, /, home: Path = HOME, json: Json = False) -> None:
     emit(found) if json else console().print(report.diff_table(found))
 
 
+@app.command
+def sweep(
+    recipe: Name,
+    /,
+    settings: Settings = (),
+    seeds: int = 3,
+    rungs: str = "",
+    as_: As = "",
+    home: Path = HOME,
+    checkpoint_every: float = 60.0,
+    json: Json = False,
+) -> None:
+    """A recipe under several values of a key, each with several seeds: mean, spread, paired differences.
+
+    A second call goes on where the first stopped; finished runs are left alone.
+
+    Args:
+        recipe: A recipe's name or file.py:function.
+        settings: Give a key several values, e.g. optim.lr_scale=1,2,4; several such keys make a grid; other settings hold for all.
+        seeds: How many seeds for each value, from the recipe's own upwards.
+        rungs: Sweep these rungs of the recipe's ladder in its place, e.g. d48,d64.
+        as_: What the runs' names begin with; the recipe by default.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        checkpoint_every: Seconds between checkpoints.
+        json: Print JSON alone.
+    """
+    from argosy import voyage as job
+    from argosy.judge import sweeps
+
+    name = run_name(recipe, as_)
+    bases = {f"{name}-{r.name}": r.run for r in sweeps.rungs(recipe, rungs)} if rungs else {name: runs.find(recipe)}
+    made = [sweeps.make(base, name, settings, seeds) for name, base in bases.items()]
+    host = spec.Host(home=home, checkpoint_every_s=seconds(checkpoint_every))
+    out = Console(stderr=json, highlight=False)
+    for each in made:
+        sweeps.must_fit(each, home)
+    planned = [sweeps.plan(each, home) for each in made]
+    out.print(sweeps.plan_table(planned))
+    job.in_turn([(m.name, m.run) for each in made for m in each.members], host)
+    found = [{**sweeps.result(each, home), "plan": p} for each, p in zip(made, planned, strict=True)]
+    if json:
+        emit({"sweeps": found})
+    else:
+        for body in found:
+            out.print(sweeps.table(body))
+
+
 @launch.command
 def local(
     command: Annotated[str, Positional] = "",
@@ -469,6 +525,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "show",
         "diff",
         "sample",
+        "sweep",
         "launch",
         "rehearse",
     )

@@ -9,7 +9,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from argosy import spec
-from argosy.plan import report, sheet
+from argosy.plan import flops, report, sheet
 from argosy.track import log as logs
 from argosy.track import provenance, server, store
 
@@ -187,6 +188,60 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
             record(done, evaluate(state, whole=True))
         if writer:
             writer.close("done" if done == spec.steps(run) else "stopped")
+
+
+def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host) -> None:
+    """Train several runs one after another in this process, by name under the host's home, each from where it stopped.
+
+    Finished runs are left alone. What stands before each run on standard error is how far all of them are, in FLOPs, and
+    how long the rest takes at the pace so far.
+
+    Raises:
+        KeyboardInterrupt: when a signal ended the run under way; it has a checkpoint, and the same call goes on with it.
+        ValueError: when any of the runs cannot be trained or exists with other values; before the first is trained.
+    """
+    import jax
+
+    from argosy.train import loop
+
+    for _, run in runs:
+        loop.ready(run)
+    work = {name: spec.steps(run) * flops.train_step(run, readout=True) for name, run in runs}
+    left = {name: work[name] for name, run in runs if not complete(run, replace(host, name=name))}
+    began, trained, total = time.monotonic(), 0.0, sum(work.values())
+    for number, (name, run) in enumerate(runs, start=1):
+        if name not in left:
+            continue
+        pace = f", about {duration(sum(left.values()) / trained * (time.monotonic() - began))} left" if trained else ""
+        share = 1 - sum(left.values()) / total
+        print(f"run {number} of {len(runs)}: {name}  ({share:.0%} of all work done{pace})", file=sys.stderr, flush=True)
+        here = replace(host, name=name)
+        begin(run, here)
+        train(run, here)
+        if not complete(run, here):
+            print("stopped; the same command goes on from here", file=sys.stderr, flush=True)
+            raise KeyboardInterrupt
+        trained += left.pop(name)
+        jax.clear_caches()  # the next run's program is another
+
+
+def complete(run: spec.Run, host: spec.Host) -> bool:
+    """Whether a run is trained to its end and scored on all held-out text."""
+    if not (host.folder / "run.json").is_file():
+        return False
+    log = logs.read(host.folder)
+    done = log.last("train/loss")
+    same = spec.from_json(log.run["run"]) == run
+    return same and done is not None and done[0] == spec.steps(run) and scored_whole(host)
+
+
+def duration(seconds: float) -> str:
+    """A span of time in words.
+
+    >>> duration(42), duration(600), duration(9000)
+    ('42 s', '10 min', '2.5 h')
+    """
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def nothing(*_: Any, **__: Any) -> None:

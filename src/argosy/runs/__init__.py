@@ -11,6 +11,7 @@ from argosy.runs import marin_535b, pocket
 
 RECIPES: dict[str, Callable[[], spec.Run]] = {
     "pocket": pocket.run,
+    **{f"pocket/d{width}": partial(pocket.rung, width) for width in (32, 48, 64, 96)},
     "marin-535b": marin_535b.run,
     "marin-535b/ragged": marin_535b.ragged,
     **{f"marin-535b/d{width}": partial(marin_535b.rung, width) for width in (768, 1024, 1536, 2048)},
