@@ -443,7 +443,8 @@ def sweep(
         sweeps.must_fit(each, home)
     planned = [sweeps.plan(each, home) for each in made]
     out.print(sweeps.plan_table(planned))
-    job.in_turn([(m.name, m.run) for each in made for m in each.members], host)
+    if not job.in_turn([(m.name, m.run) for each in made for m in each.members], host, "sweep", "run"):
+        raise KeyboardInterrupt  # a signal: the runs that are finished stay, the same command goes on
     found = [{**sweeps.result(each, home), "plan": p} for each, p in zip(made, planned, strict=True)]
     if json:
         emit({"sweeps": found})

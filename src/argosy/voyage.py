@@ -8,18 +8,18 @@ import hashlib
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from argosy import spec
+from argosy import progress, spec
+from argosy.judge import ladders
 from argosy.plan import flops, report, sheet
+from argosy.plan.ladder import Rung
 from argosy.track import log as logs
 from argosy.track import provenance, server, store
 
@@ -147,10 +147,18 @@ def open_corpus(run: spec.Run, host: spec.Host, verify: bool) -> Any:
     return opened
 
 
-def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None:
+def train(
+    run: spec.Run,
+    host: spec.Host,
+    stop_after: int | None = None,
+    *,
+    show: progress.Show = progress.of_run,
+    stopping: list[str] | None = None,
+) -> int:
     """Train a run whose folder exists, from its last checkpoint; everything that happens goes into its log.
 
-    With several processes all call this alike; process 0 alone writes.
+    Returns how many updates are finished. `show` shows them; `stopping` is filled with what asked for the end, if anything
+    did. With several processes all call this alike; process 0 alone writes.
 
     Raises:
         ValueError: when the corpus is not the one that the run began with, or the run cannot go on.
@@ -169,7 +177,7 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
     at = processes.on_first(lambda: checkpoint.latest_step(host.folder))
     with contextlib.ExitStack() as stack:
         writer = processes.together(lambda: stack.enter_context(log_of(run, host, opened, at)) if processes.first() else None)
-        progress = stack.enter_context(progress_of(run, at)) if writer else nothing
+        shown = stack.enter_context(show(run, at)) if writer else nothing
         record = writer.record if writer else nothing
         state = loop.train(
             run,
@@ -178,8 +186,9 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
             record=record,
             event=partial(happened, writer.event) if writer else nothing,
             evaluate=evaluate,
-            progress=progress,
+            progress=shown,
             stop_after=stop_after,
+            stopping=stopping,
         )
         done = int(state.step)
         if processes.on_first(lambda: done == spec.steps(run) and not scored_whole(host)):
@@ -188,41 +197,51 @@ def train(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> None
             record(done, evaluate(state, whole=True))
         if writer:
             writer.close("done" if done == spec.steps(run) else "stopped")
+    return done
 
 
-def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host) -> None:
-    """Train several runs one after another in this process, by name under the host's home, each from where it stopped.
+def climb(hero_name: str, rungs: Sequence[Rung], host: spec.Host) -> bool:
+    """Train the rungs of a ladder under the host's home, the cheapest first, each from where it stopped.
 
-    Finished runs are left alone. What stands before each run on standard error is how far all of them are, in FLOPs, and
-    how long the rest takes at the pace so far.
+    Returns whether all are finished: not after a signal to stop, which leaves a checkpoint. Finished rungs are left alone.
 
     Raises:
-        KeyboardInterrupt: when a signal ended the run under way; it has a checkpoint, and the same call goes on with it.
+        ValueError: when any rung cannot be trained here, or exists with other values.
+    """
+    runs = [(ladders.run_name(hero_name, rung.name), rung.run) for rung in rungs]
+    return in_turn(sorted(runs, key=lambda named: flops.train(named[1], readout=True)), host, "ladder", "rung")
+
+
+def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host, whole: str, one: str) -> bool:
+    """Train several runs one after another in this process, by name under the host's home, each from where it stopped.
+
+    Returns whether all are finished: not after a signal to stop, which leaves a checkpoint; the same call goes on with it.
+    Finished runs are left alone, and when all are, nothing is opened. `whole` and `one` are what the runs are called on
+    standard error, which shows how far all of them are, in FLOPs.
+
+    Raises:
         ValueError: when any of the runs cannot be trained or exists with other values; before the first is trained.
     """
+    left = {name: run for name, run in runs if not complete(run, replace(host, name=name))}
+    if not left:
+        return True
     import jax
 
+    from argosy import processes
     from argosy.train import loop
 
-    for _, run in runs:
+    for run in left.values():
         loop.ready(run)
-    work = {name: spec.steps(run) * flops.train_step(run, readout=True) for name, run in runs}
-    left = {name: work[name] for name, run in runs if not complete(run, replace(host, name=name))}
-    began, trained, total = time.monotonic(), 0.0, sum(work.values())
-    for number, (name, run) in enumerate(runs, start=1):
-        if name not in left:
-            continue
-        pace = f", about {duration(sum(left.values()) / trained * (time.monotonic() - began))} left" if trained else ""
-        share = 1 - sum(left.values()) / total
-        print(f"run {number} of {len(runs)}: {name}  ({share:.0%} of all work done{pace})", file=sys.stderr, flush=True)
-        here = replace(host, name=name)
-        begin(run, here)
-        train(run, here)
-        if not complete(run, here):
-            print("stopped; the same command goes on from here", file=sys.stderr, flush=True)
-            raise KeyboardInterrupt
-        trained += left.pop(name)
-        jax.clear_caches()  # the next run's program is another
+    stopping: list[str] = []
+    with progress.of_several(dict(runs), list(left), whole, one) as showing:
+        for name, run in left.items():
+            here = replace(host, name=name)
+            begin(run, here)
+            done = train(run, here, show=showing(name), stopping=stopping)
+            if any(processes.exchange(bool(stopping) or done < spec.steps(run))):
+                return False
+            jax.clear_caches()  # the next run's program is another
+    return True
 
 
 def complete(run: spec.Run, host: spec.Host) -> bool:
@@ -233,15 +252,6 @@ def complete(run: spec.Run, host: spec.Host) -> bool:
     done = log.last("train/loss")
     same = spec.from_json(log.run["run"]) == run
     return same and done is not None and done[0] == spec.steps(run) and scored_whole(host)
-
-
-def duration(seconds: float) -> str:
-    """A span of time in words.
-
-    >>> duration(42), duration(600), duration(9000)
-    ('42 s', '10 min', '2.5 h')
-    """
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -287,45 +297,6 @@ def same_corpus(host: spec.Host, opened: Any) -> None:
                 f"run {host.name!r} began on corpus {began['name']!r} with checksum {began['checksum'][:16]}, which is now"
                 f" {opened.checksum[:16]}; bring the old corpus back, or start a new run with --as {host.name}-2"
             )
-
-
-@contextlib.contextmanager
-def progress_of(run: spec.Run, at: int) -> Iterator[Callable[[int, dict[str, float]], None]]:
-    """A function of (step, row) that shows progress on standard error: a bar on a terminal, else a line now and then."""
-    total = spec.steps(run)
-    if sys.stderr.isatty():
-        columns = (
-            TextColumn("training"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(compact=True),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=total, completed=at, note="compiling")
-
-            def draw(step: int, row: dict[str, float]) -> None:
-                bar.update(task, completed=step, note=note(row))
-
-            yield draw
-        return
-    last = -1e9
-    print(f"training: {at:,} of {total:,} updates finished; compiling", file=sys.stderr, flush=True)
-
-    def line(step: int, row: dict[str, float]) -> None:
-        nonlocal last
-        if step == total or time.monotonic() - last > 15:
-            last = time.monotonic()
-            print(f"{step:,}/{total:,}  {note(row)}", file=sys.stderr, flush=True)
-
-    yield line
-
-
-def note(row: dict[str, float]) -> str:
-    return (
-        f"loss {row['train/loss']:.3f}  {row['throughput/tokens_per_second']:,.0f} tokens/s"
-        f"  drops {100 * row['moe/drop_fraction']:.1f}%"
-    )
 
 
 def summary(host: spec.Host) -> dict[str, Any]:

@@ -108,3 +108,8 @@ def train_step(run: spec.Run, *, readout: bool) -> int:
     6.690294608796058e+18
     """
     return 3 * forward_per_token(run, readout=readout) * spec.tokens_per_step(run)
+
+
+def train(run: spec.Run, *, readout: bool) -> int:
+    """FLOPs of the whole run: its steps times a step's."""
+    return spec.steps(run) * train_step(run, readout=readout)

@@ -98,6 +98,25 @@ def listing(folder: Path) -> Listing:
     return Listing(kept, left, covered)
 
 
+def write_json(path: Path, body: Any) -> None:
+    """Write a JSON file that is there whole or not at all: aside, synced, renamed. Its folder has to be there.
+
+    Raises:
+        OSError: when the disk refuses; what was there before stays.
+    """
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("wb") as file:
+        file.write(json.dumps(body, indent=1, default=plain).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(aside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 # ---- JSON lines --------------------------------------------------------------------------------
 
 

@@ -29,11 +29,11 @@ from argosy.track.layout import (
     line,
     listing,
     open_lines,
-    plain,
     read_records,
     read_tail,
     signature,
     tail_path,
+    write_json,
 )
 from argosy.track.log import RunLog, flat, read, run_json
 
@@ -71,13 +71,7 @@ def create(folder: Path, run: dict[str, Any], code: dict[str, Any], **about: Any
             return
     (folder / "metrics").mkdir(parents=True, exist_ok=True)
     body = {"format": FORMAT, "name": folder.name, "created": time.time(), "run": run, "code": code, **about}
-    aside = folder / "run.json.tmp"
-    with aside.open("wb") as file:
-        file.write(json.dumps(body, indent=1, default=plain).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(aside, path)
-    columns.sync_folder(folder)
+    write_json(path, body)
 
 
 def open_writer(folder: Path, at_step: SupportsIndex, **about: Any) -> "Writer":

@@ -40,6 +40,7 @@ def train(
     progress: Callable[[int, Row], None],
     judge: Callable[[int], bool] = lambda step: False,
     stop_after: int | None = None,
+    stopping: list[str] | None = None,
 ) -> steps.State:
     """Train a run from its last checkpoint, or from its seed, to its end; return the final state.
 
@@ -47,8 +48,9 @@ def train(
     happened, `evaluate(state)` gives held-out metrics, `progress(step, row)` is told of every update, `judge(step)` is
     asked after every evaluation and says whether to stop.
     `stop_after` ends the call once the run has that many finished updates; SIGTERM and SIGINT end it after the
-    update under way. Either way a checkpoint is written first. With several processes a signal to any of them ends
-    all after the same update, process 0's clock decides when to save, and all call this with the same values.
+    update under way. `stopping` is filled with what asked for the end, if anything did. Either way a checkpoint is
+    written first. With several processes a signal to any of them ends all after the same update, process 0's clock
+    decides when to save, and all call this with the same values.
 
     Raises:
         ValueError: when the run needs what this machine or this version does not have.
@@ -65,7 +67,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         saved = stack.enter_context(checkpoint.opened(host.folder, host.keep_checkpoints))
-        stopping = stack.enter_context(stop_signals())
+        stopping = stack.enter_context(stop_signals([] if stopping is None else stopping))
 
         def compiled() -> Any:
             made = processes.compiled(steps.compiled(run), steps.abstract(run, mesh), steps.abstract_batch(run, mesh))
@@ -238,9 +240,8 @@ def peak_flops(run: spec.Run) -> float:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[str]]:
-    """A list that fills when SIGTERM or SIGINT arrives; a second SIGINT interrupts at once."""
-    seen: list[str] = []
+def stop_signals(seen: list[str]) -> Iterator[list[str]]:
+    """The list, filled when SIGTERM or SIGINT arrives; a second SIGINT interrupts at once."""
 
     def handler(number: int, _frame: Any) -> None:
         if seen and number == signal.SIGINT:
