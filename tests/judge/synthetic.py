@@ -3,9 +3,7 @@
 Noise is a function of (seed, run, metric kind, step): a hero that is written in pieces equals one written at once.
 """
 
-import json
 import math
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from argosy import spec
+from argosy.judge import ladders
 from argosy.judge import points as P
 from argosy.plan import flops
 from argosy.plan.ladder import Rung
@@ -141,14 +140,6 @@ def sail(
     return folder
 
 
-def chart(home: Path, name: str, hero: spec.Run, rungs: Sequence[Rung]) -> None:
-    """The ladder's file."""
-    listed = [{"name": f"{name}-{r.name}", "rung": r.name, "purpose": r.purpose, "run": spec.to_json(r.run)} for r in rungs]
-    body = {"format": 1, "name": name, "created": time.time(), "hero": spec.to_json(hero), "rungs": listed}
-    (home / "ladders").mkdir(parents=True, exist_ok=True)
-    (home / "ladders" / f"{name}.json").write_text(json.dumps(body))
-
-
 def voyage(
     home: Path,
     name: str = "hero",
@@ -167,7 +158,7 @@ def voyage(
     """
     hero = hero or pocket.run()
     rungs = pocket.rungs(hero) if rungs is None else rungs
-    chart(home, name, hero, rungs)
+    ladders.save(home, name, hero, rungs)
     for rung in rungs:
         sail(home, f"{name}-{rung.name}", rung.run, fault=fault, seed=seed, **more)
     if hero_until:

@@ -166,7 +166,9 @@ def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathe
         found["finished"] = found["steps"] >= found["steps_total"]
         found["checksum"] = checksum(log)
         if not evaluated(log):
-            told.append(alarms.alarm("rung_missing", f"{entry['name']} has no evaluation yet; argosy ladder {name} --run goes on"))
+            told.append(
+                alarms.alarm("rung_missing", f"{entry['name']} has no evaluation yet; argosy ladder {name} --run goes on")
+            )
             continue
         logged[entry["name"]] = (planned, log, entry["purpose"])
     common, left = shared(hero, [(run, log) for run, log, _ in logged.values()], metrics)
@@ -267,7 +269,9 @@ def differing(hero: spec.Run, runs: dict[str, spec.Run], rungs: Sequence[dict[st
     sums = {r["checksum"]: r["name"] for r in rungs if r["checksum"]}
     if len(sums) > 1:
         said = ", ".join(f"{name} {str(value)[:16]}" for value, name in sums.items())
-        found.append(alarms.alarm("rungs_differ", f"the corpus has other checksums: {said}; the rungs did not read the same text"))
+        found.append(
+            alarms.alarm("rungs_differ", f"the corpus has other checksums: {said}; the rungs did not read the same text")
+        )
     return found
 
 
