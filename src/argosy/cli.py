@@ -318,6 +318,26 @@ def show_ladder(recipe: Name, /, settings: Settings = (), seed: int | None = Non
     raise ValueError(f"argosy ladder {resolve(recipe, settings, seed).recipe}: being written")
 
 
+@ladder.command(name="check")
+def check_ladder(name: Name, /, home: Path = HOME, json: Json = False) -> None:
+    """GO, CAUTION or NO-GO before a hero is launched, with the evidence; exit status 3 on NO-GO.
+
+    Growth of gradient and parameter norms by group, after warm-up, and how it changes with batch and width; the logits' scale;
+    drops, router bias, rungs that are unfinished or off the trend, alarms of the fit. Limits are the reference run's where it gives one.
+
+    Args:
+        name: The hero whose ladder is checked, e.g. pocket; or one run.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import check as checking
+
+    found = checking.check(home, name)
+    emit(found) if json else console().print(checking.show(found))
+    if status := checking.EXIT[found["verdict"]]:
+        sys.exit(status)
+
+
 @forecast.command
 def fit(
     *,
