@@ -125,8 +125,11 @@ _GATHERED = "model/exchange/gathered.py:"
 
 def main() -> None:
     """The process that `rehearse` starts: a run as JSON on standard input, its audit on standard output."""
+    from argosy.model import transformer
     from argosy.train import loop
 
+    # Training writes few layers out one after the other; they are alike, and a loop of them takes a tenth of the time to compile.
+    transformer.UNROLL_LAYERS = 0
     if sys.platform == "linux":
         local.end_with_parent()  # a rehearsal that nobody waits for any more ends
     run = spec.from_json(json.load(sys.stdin))

@@ -66,9 +66,9 @@ def resources(run: spec.Run, efficiency: Efficiency = EFFICIENCY) -> list[Resour
         rate, share = (c.scale_up_bytes_per_s, e.scale_up) if reach <= c.domain else (c.scale_out_bytes_per_s, e.scale_out)
         return Resource(name, size, "B", rate, size / rate, size / rate / share)
 
-    all_to_all = w.expert  # beyond a domain, what stays inside it costs the network nothing
+    between = w.expert  # beyond a domain, what stays inside it costs the network nothing
     if mesh.expert > c.domain:
-        all_to_all *= (mesh.expert - c.domain) / (mesh.expert - 1)
+        between *= (mesh.expert - c.domain) / (mesh.expert - 1)
     memory_s = w.memory / c.memory_bytes_per_s
     inner = mesh.expert * mesh.context
     busy = [
@@ -77,7 +77,7 @@ def resources(run: spec.Run, efficiency: Efficiency = EFFICIENCY) -> list[Resour
         Resource("memory traffic", w.memory, "B", c.memory_bytes_per_s, memory_s, memory_s / e.memory),
     ]
     transfers = [
-        link("expert all-to-all", all_to_all, mesh.expert),
+        link("tokens gathered" if work.gathered(run) else "expert all-to-all", between, mesh.expert),
         link("keys gathered", w.context, inner),
         link("weights gathered", w.fsdp, inner * mesh.data),
         link("gradients reduced", w.reduce, spec.devices(run)),

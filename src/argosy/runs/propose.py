@@ -21,13 +21,18 @@ WORTH = 0.01
 
 
 def propose(
-    chip: str, chips: int, days: float | int, goodput: float | int = GOODPUT, start: datetime.date | None = None
+    chip: str,
+    chips: int,
+    days: float | int,
+    goodput: float | int = GOODPUT,
+    start: datetime.date | None = None,
+    price: float | int | None = None,
 ) -> dict:
     """The largest model of the reference recipe that `chips` train in `days`, with its two neighbours.
 
     Width, depth, heads, experts, tokens and batch follow the recipe's rules (`runs.marin_535b`); mesh, placement of
     masters and optimizer state, sequences per chip and accumulation are searched for the shortest time that fits in
-    memory. `days` is wall-clock time, of which `goodput` is spent in steps.
+    memory. `days` is wall-clock time, of which `goodput` is spent in steps; `price` is money per chip-hour.
 
     Returns `{asked, proposal, smaller, larger}`; each of the last three is None or
     `{run, plan, chips_used, verdict, notes}`, where `run` is the JSON of a complete `Run` (`spec.from_json`), `plan`
@@ -60,7 +65,7 @@ def propose(
         if not 0 <= i < len(WIDTHS):
             return None
         run = found[i] if i in found else best(WIDTHS[i], chip, chips, goodput)
-        return _described(WIDTHS[i], run, chip, chips, days, goodput, start)
+        return _described(WIDTHS[i], run, chip, chips, days, goodput, start, price)
 
     return {
         "asked": {"chip": chip, "chips": chips, "days": float(days), "goodput": float(goodput), "start": start.isoformat()},
@@ -157,13 +162,20 @@ def _form(base: Run, mesh: Mesh, compute: Compute, seqs: int) -> Run | None:
 
 
 def _described(
-    width: int, run: Run | None, chip: str, chips: int, days: float | int, goodput: float | int, start: datetime.date
+    width: int,
+    run: Run | None,
+    chip: str,
+    chips: int,
+    days: float | int,
+    goodput: float | int,
+    start: datetime.date,
+    price: float | int | None,
 ) -> dict:
     fits = run is not None
     run = run or leanest(width, chip, chips)
     if run is None:
         return {"run": None, "plan": None, "chips_used": 0, "verdict": "no mesh divides it", "notes": []}
-    sheet = plan(run, deadline=float(days), goodput=goodput, start=start)
+    sheet = plan(run, price=price, deadline=float(days), goodput=goodput, start=start)
     needed = sheet["time"]["days"]
     gib = sheet["memory"]["per_device_bytes"]["device"]["total"] / memory.GIB
     if not fits:
