@@ -128,7 +128,7 @@ def sail(
     with store.open_writer(folder, first) as writer:
         if not first:
             writer.lineage("corpus", 0, name=run.data.corpus, checksum=corpus, ledger={})
-            writer.event("baseline", 0, **{s: 2.0 for s in SETS})
+            writer.event("baseline", 0, **dict.fromkeys(SETS, 2.0))
             writer.record(0, change(name, 0.0, evaluation(run, name, 0, seed)))
         for step in sorted(s for s in steps if first < s <= last):
             done = step / total

@@ -1,0 +1,385 @@
+"""A forecast as a document: made before the hero begins, with all that it rests on, dated, hashed, never changed.
+
+`<home>/forecasts/<hero>/0001.json`, `0002.json`, ...: a later one supersedes the one before and says why. Whoever has a file can
+refit it from the data inside (`verify`); that it was there before the run is for an outside witness to say (`line`, `witness`).
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy import spec
+from argosy.forecast import fit as fitting
+from argosy.forecast import points as P
+from argosy.forecast import surface
+from argosy.judge import points as tables
+from argosy.plan import scaling
+from argosy.track import layout, provenance
+from argosy.track import log as logs
+
+FORMAT = 1
+LEAST_SIZES = 3
+CLOCK_S = 60.0  # machines of one house differ by less
+SEED = 0
+
+Body = dict[str, Any]
+Say = Callable[[str], None]
+
+
+def folder_of(home: Path, name: str) -> Path:
+    return home / "forecasts" / name
+
+
+def register(
+    home: Path,
+    name: str,
+    hero_run: spec.Run | None = None,
+    *,
+    method: str = "joint",
+    reason: str = "",
+    bridge: Body | None = None,
+    say: Say = lambda _: None,
+) -> tuple[Path, Body]:
+    """The forecast of a hero from its ladder, written as the next file of its name; the file's path and what is in it.
+
+    Args:
+        home: where runs, ladders and forecasts live.
+        name: the hero's name in the store.
+        hero_run: the hero; the ladder's if not given.
+        method: of the fit.
+        reason: why it supersedes the one before; demanded when there is one.
+        say: is told what is being done.
+
+    Raises:
+        ValueError: when there is no ladder, it has fewer than three sizes, the hero is another than the ladder's, a forecast is
+            registered and no reason is given, or the clock is behind what is on disk.
+        OSError: when the disk refuses.
+    """
+    before = newest(home, name)
+    if before and not reason.strip():
+        raise ValueError(
+            f"a forecast of {name!r} is registered: {line(before)}; it stays. Another one supersedes it and says why: --reason TEXT"
+        )
+    gathered = tables.gather(home, name)
+    hero = the_hero(home, name, gathered.hero, hero_run)
+    enough(gathered, name)
+    now = dated(home, name, gathered, before)
+    asked = tables.asked(hero, name, gathered.metrics)
+    forecast = fit_rows(gathered.rows, asked, method, SEED, covariance=True, say=say)
+    forecast["fit"]["alarms"] = gathered.alarms + forecast["fit"]["alarms"]
+    sums = [rung["checksum"] for rung in gathered.rungs if rung["checksum"]]
+    body = {
+        "created": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+        "created_s": now,
+        "late": late(home, name, before),
+        "reason": reason.strip(),
+        "bridge": None,
+        "hero": json.loads(json.dumps(spec.to_json(hero))),
+        "identity": identity(hero, sums[0] if sums else ""),
+        "ladder": gathered.rungs,
+        "data": {"points": [lean(row) for row in gathered.rows], "target": asked},
+        "method": method,
+        "seed": SEED,
+        "forecast": forecast,
+    }
+    return write(home, name, body, before)
+
+
+def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path, Body]:
+    """A body as the next file of its name: hashed, whole or not at all, read-only, never over another.
+
+    Raises:
+        ValueError: when another process has just registered.
+    """
+    number = 1 + (before["number"] if before else 0)
+    body = {
+        "format": FORMAT,
+        "name": name,
+        "number": number,
+        **body,
+        "supersedes": before["sha256"] if before else None,
+        "code": provenance.code(),
+        "packages": provenance.packages("numpy", "scipy"),
+    }
+    body["sha256"] = digest(body)
+    folder = folder_of(home, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, aside = folder / f"{number:04d}.json", folder / f".{number:04d}.{os.getpid()}.tmp"
+    try:
+        with aside.open("wb") as file:
+            file.write(text(body))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.chmod(0o444)
+        os.link(aside, path)  # unlike a rename, never over a file that is there
+    except FileExistsError:
+        raise ValueError(
+            f"{path} was registered by another process in this moment; argosy forecast register {name} --reason TEXT supersedes it"
+        ) from None
+    finally:
+        aside.unlink(missing_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return path, body
+
+
+def text(body: Body) -> bytes:
+    """A line for each key, so that a file can be looked at."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items())
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def digest(body: Body) -> str:
+    """SHA-256 of the canonical JSON (sorted keys, no spaces) of everything but `sha256`.
+
+    >>> digest({"b": 1, "a": 0.5, "sha256": "x"}) == hashlib.sha256(b'{"a":0.5,"b":1}').hexdigest()
+    True
+    """
+    kept = {key: value for key, value in body.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+
+
+def lean(row: Body) -> Body:
+    """A point as a file keeps it: the table's columns."""
+    return {name: row[name] for name in P.POINTS_COLUMNS}
+
+
+def the_hero(home: Path, name: str, ladder: spec.Run, given: spec.Run | None) -> spec.Run:
+    """The hero that ladder, store and caller agree on.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    others = {"the run that is asked for": given}
+    if (home / "runs" / name / "run.json").is_file():
+        others[f"run {name!r} in the store"] = spec.from_json(logs.run_json(home / "runs" / name)["run"])
+    for what, run in others.items():
+        if run is not None and (changed := spec.difference(ladder, run)):
+            said = "; ".join(f"{key} {new}, not {old}" for key, (old, new) in changed.items())
+            raise ValueError(
+                f"{what} is not the hero that the ladder of {name!r} was made for: {said}; climb a ladder of its own with --as"
+                f" {name}-2, or take the old values"
+            )
+    return ladder
+
+
+def enough(gathered: tables.Gathered, name: str) -> None:
+    """Refuse a ladder of fewer than three sizes."""
+    sizes = {row["run"]: row["active_params"] for row in gathered.rows}
+    if surface.sizes(np.array(list(sizes.values()) or [1.0])) < LEAST_SIZES or len(sizes) < LEAST_SIZES:
+        have = ", ".join(f"{run} ({active:,} active)" for run, active in sizes.items()) or "none"
+        raise ValueError(
+            f"a forecast is registered from at least {LEAST_SIZES} sizes with evaluations, the ladder of {name!r} has {have};"
+            f" argosy ladder {name} --run trains the rest"
+        )
+
+
+def dated(home: Path, name: str, gathered: tables.Gathered, before: Body | None) -> float:
+    """Now, in seconds since 1970.
+
+    Raises:
+        ValueError: when the registration would be dated before what it rests on.
+    """
+    now = time.time()
+    seen = []
+    for rung in gathered.rungs:
+        if rung["steps"]:
+            last = logs.read(home / "runs" / rung["name"]).last("time")
+            seen.append((last[1] if last else 0.0, f"the last row of {rung['name']}"))
+    after = max(seen, default=(0.0, ""))
+    if after[0] > now + CLOCK_S:
+        raise ValueError(f"{after[1]} is dated {stamp(after[0])}, this machine's clock says {stamp(now)}: one of them is wrong")
+    if before and now <= before["created_s"]:
+        raise ValueError(
+            f"forecast {before['number']:04d} of {name!r} is dated {before['created']}, this machine's clock says {stamp(now)}; a"
+            " successor cannot be older: set the clock"
+        )
+    return now
+
+
+def stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def late(home: Path, name: str, before: Body | None) -> Body | None:
+    """`{"updates": n}` if the hero has ever finished an update, in any attempt; a predecessor's mark is kept."""
+    done = [before["late"]["updates"]] if before and before.get("late") else []
+    if (home / "runs" / name / "run.json").is_file():
+        log = logs.read(home / "runs" / name)
+        for attempt in log.attempts:
+            done.append(attempt.at_step)
+            if "train/loss" in log.metrics:
+                done += log.series("train/loss", attempt.number)[0][-1:].tolist()
+    most = max(done, default=0)
+    return {"updates": most} if most else None
+
+
+def identity(run: spec.Run, corpus_checksum: str) -> dict[str, str | int | float]:
+    """What a forecast is of: a run that differs in any of these is another run.
+
+    >>> from argosy.runs import pocket
+    >>> identity(pocket.run(), "99e2")["schedule"]
+    'hyperball marin_2026_08 x2, horizon 2,097,152 tokens, warm-up 10 updates, linear to 0.05'
+    """
+    o, r, d = run.optim, run.routing, run.data
+    mixture = "; ".join(f"to {p.until_frac:g}: " + ", ".join(f"{n} {w:g}" for n, w in p.weights) for p in d.phases)
+    drops = f"{r.exchange} {r.capacity}"
+    if r.capacity == "bounded":
+        drops += f" receiver {r.receiver_capacity:g}" + (
+            f" sender {r.sender_capacity:g}" if r.exchange == "pooled_wave" else ""
+        )
+    schedule = f"{o.rule} {o.scaling} x{o.lr_scale:g}, horizon {o.horizon_tokens:,} tokens, warm-up"
+    schedule += f" {scaling.rates(run).warmup_steps:,} updates, linear to {o.final_frac:g}"
+    schedule += "" if o.decay == "none" else f", decay {o.decay} {o.decay_peak:g}"
+    return {
+        "recipe": run.recipe,
+        "key": run.key(),
+        "mixture": f"{mixture}; {d.epoching} epochs of {d.mixture_reference_tokens:,} tokens",
+        "corpus": d.corpus,
+        "corpus_checksum": corpus_checksum,
+        "seq_len": d.seq_len,
+        "schedule": schedule,
+        "batch": spec.tokens_per_step(run),
+        "updates": spec.steps(run),
+        "drops": drops,
+        "evaluation": f"{d.corpus}, {run.evals.tokens_per_set:,} tokens of each set, dropless",
+    }
+
+
+def fit_rows(points: list[Body], asked: list[Body], method: str, seed: int, *, covariance: bool = False, say: Say) -> Body:
+    """`fit.fit` metric by metric, told as it goes: rows in the target's order, `fit` and `covariance` of all metrics.
+
+    Raises:
+        ValueError: as `fit.fit` does.
+    """
+    whole: Body = {"rows": [], "fit": {"method": method, "parameters": {}, "noise": {}, "alarms": []}, "covariance": {}}
+    metrics = list(dict.fromkeys(row["metric"] for row in asked))
+    for k, metric in enumerate(metrics, 1):
+        say(f"fitting {k} of {len(metrics)}: {metric}")
+        if method == "per_fraction" and P.kind(metric) != "loss":
+            continue
+        own = P.of_rows([row for row in points if row["metric"] == metric])
+        rows = P.of_rows([row for row in asked if row["metric"] == metric], "TARGET")
+        found = fitting.fit(own, rows, method, seed=seed, covariance=covariance)
+        for name, block in found.get("covariance", {}).items():
+            whole["covariance"][name] = block | {"rows": [len(whole["rows"]) + i for i in block["rows"]]}
+        whole["rows"] += found["rows"]
+        for part in ("parameters", "noise"):
+            whole["fit"][part] |= found["fit"][part]
+        whole["fit"]["alarms"] += found["fit"]["alarms"]
+    if not covariance:
+        del whole["covariance"]
+    return whole
+
+
+def all_of(home: Path, name: str) -> list[Body]:
+    """Every registered forecast of a hero, oldest first; their hashes are `verify`'s to check.
+
+    Raises:
+        ValueError: for a file that is damaged, or a number that is missing.
+    """
+    found = [load(path) for path in files(home, name)]
+    for k, body in enumerate(found, 1):
+        if body["number"] != k:
+            raise ValueError(
+                f"{folder_of(home, name)}: {k:04d}.json is missing or holds number {body['number']}; forecasts are never removed:"
+                " bring it back"
+            )
+    return found
+
+
+def files(home: Path, name: str) -> Iterator[Path]:
+    return iter(sorted(p for p in folder_of(home, name).glob("*.json") if re.fullmatch(r"\d{4,}\.json", p.name)))
+
+
+def newest(home: Path, name: str) -> Body | None:
+    """The forecast that holds now, or None."""
+    found = all_of(home, name)
+    return found[-1] if found else None
+
+
+NEEDED = (
+    "name",
+    "number",
+    "created",
+    "created_s",
+    "supersedes",
+    "hero",
+    "identity",
+    "data",
+    "method",
+    "seed",
+    "forecast",
+    "sha256",
+)
+
+
+def load(path: Path) -> Body:
+    """What is in a registered file.
+
+    Raises:
+        ValueError: when it is no such file, or damaged.
+        OSError: when it cannot be read.
+    """
+    try:
+        body = json.loads(path.read_bytes())
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise ValueError(f"it is no registered forecast of format {FORMAT}")
+        if missing := [key for key in NEEDED if key not in body]:
+            raise ValueError(f"it has no {', '.join(missing)}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not what was registered: {error}") from error
+    return body
+
+
+def line(body: Body) -> str:
+    """One line to publish elsewhere: name, number, date, hash.
+
+    >>> line({"name": "pocket", "number": 1, "created": "2026-11-29T22:00:00+00:00", "sha256": "ab12", "late": {"updates": 3}})
+    'argosy forecast pocket 0001 2026-11-29T22:00:00+00:00 late (after 3 updates) sha256 ab12'
+    """
+    mark = f" late (after {body['late']['updates']:,} updates)" if body.get("late") else ""
+    return f"argosy forecast {body['name']} {body['number']:04d} {body['created']}{mark} sha256 {body['sha256']}"
+
+
+def witness(home: Path, name: str, where: str) -> Body:
+    """Note where the newest forecast's line was published: `0001.witness.json` beside it, a list that grows.
+
+    The note proves nothing itself: it says where to look for the hash and its date.
+
+    Raises:
+        ValueError: when nothing is registered, or nothing is said.
+    """
+    body = newest(home, name)
+    if body is None:
+        raise ValueError(f"no forecast of {name!r} is registered; argosy forecast register {name}")
+    where = where.strip()
+    if not where or len(where) > 2000:
+        raise ValueError("--at WHERE is a URL, a commit, a tag or words, up to 2,000 characters")
+    path = folder_of(home, name) / f"{body['number']:04d}.witness.json"
+    entry = {"at": where, "noted": stamp(time.time()), "sha256": body["sha256"]}
+    layout.write_json(path, {"witnesses": [*witnesses(home, body), entry]})
+    return entry
+
+
+def witnesses(home: Path, body: Body) -> list[Body]:
+    """Where the line of a forecast was published, as noted; those of another hash are none."""
+    path = folder_of(home, body["name"]) / f"{body['number']:04d}.witness.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_bytes())["witnesses"]
+        return [entry for entry in found if entry["sha256"] == body["sha256"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what was written: {error}; the forecast beside it is untouched") from error

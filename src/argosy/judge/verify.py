@@ -1,0 +1,155 @@
+"""Whether a registered forecast is what it says: its hash, and its numbers refitted from the data inside."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from argosy import spec
+from argosy.forecast import fit as fitting
+from argosy.judge import points as tables
+from argosy.judge import register
+from argosy.judge.register import Body, Say
+
+# Of every number. The fit is deterministic on one machine; another library of linear algebra sums in another order.
+TOLERANCE = 1e-6
+COVARIANCE_TOLERANCE = 2e-3  # of the largest entry: it is written with four digits
+
+
+def verify(path: Path, say: Say = lambda _: None) -> Body:
+    """`{"ok", "hash", "numbers", "chain", "problems": [...], "differs": [...], ...}` of a registered file.
+
+    `hash` is whether the file's SHA-256 is that of its contents; `numbers` whether a refit gives every row to `TOLERANCE`, relative;
+    `chain` whether it supersedes the file before it, where that is beside it. `differs` lists rows: run, metric, step, what,
+    registered, refitted.
+
+    Raises:
+        ValueError: when the file is no registered forecast.
+        OSError: when it cannot be read.
+    """
+    body = register.load(path)
+    problems: list[str] = []
+    found = register.digest(body)
+    hashed = found == body["sha256"]
+    if not hashed:
+        problems.append(
+            f"hash: the contents have {found}, the file says {body['sha256']}: something was changed after registration"
+        )
+    chain = supersedes(path, body)
+    problems += chain
+    differs: list[Body] = []
+    try:
+        problems += consistent(body)
+        differs = compared(body["forecast"], refitted(body, say))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        problems.append(f"numbers: the data inside cannot be fitted: {type(error).__name__}: {error}")
+    if differs:
+        problems.append(f"numbers: {len(differs)} differ from a refit by more than {TOLERANCE:g} of their size")
+    numbers = not any(p.startswith("numbers") for p in problems)
+    return {
+        "path": str(path),
+        "name": body["name"],
+        "number": body["number"],
+        "created": body["created"],
+        "sha256": body["sha256"],
+        "late": body.get("late"),
+        "bridged": body.get("bridge") is not None,
+        "ok": not problems,
+        "hash": hashed,
+        "numbers": numbers,
+        "chain": not chain,
+        "tolerance": TOLERANCE,
+        "rows": len(body["forecast"]["rows"]),
+        "problems": problems,
+        "differs": differs,
+        "packages": body.get("packages", {}),
+    }
+
+
+def supersedes(path: Path, body: Body) -> list[str]:
+    """What is wrong with a file's place among its neighbours."""
+    number = body["number"]
+    if number == 1:
+        return [] if body["supersedes"] is None else ["chain: number 0001 supersedes nothing, this one says it does"]
+    before = path.with_name(f"{number - 1:04d}.json")
+    if not body["supersedes"]:
+        return [f"chain: number {number:04d} does not say what it supersedes"]
+    if not before.is_file():
+        return []
+    older = register.load(before)
+    wrong = []
+    if older["sha256"] != body["supersedes"]:
+        wrong.append(f"chain: it supersedes {body['supersedes']}, and {before.name} is {older['sha256']}")
+    if older["created_s"] >= body["created_s"]:
+        wrong.append(f"chain: it is dated {body['created']}, not after {before.name} of {older['created']}")
+    return wrong
+
+
+def consistent(body: Body) -> list[str]:
+    """What the file says of its hero against the hero inside."""
+    hero = spec.from_json(body["hero"])
+    wrong = []
+    said = body["identity"]
+    told = register.identity(hero, said.get("corpus_checksum", ""))
+    for key in sorted(told.keys() | said.keys()):
+        if told.get(key) != said.get(key):
+            wrong.append(f"numbers: identity says {key} {said.get(key)!r}, its hero has {told.get(key)!r}")
+    metrics = list(dict.fromkeys(row["metric"] for row in body["data"]["target"]))
+    if body["data"]["target"] != tables.asked(hero, body["name"], metrics):
+        wrong.append("numbers: the rows asked are not the hero's evaluations")
+    return wrong
+
+
+def refitted(body: Body, say: Say) -> Body:
+    """The forecast again, from the data inside."""
+    from argosy.judge import bridge
+
+    again = register.fit_rows(
+        body["data"]["points"], body["data"]["target"], body["method"], body["seed"], covariance=True, say=say
+    )
+    return bridge.applied(again, body.get("bridge"))
+
+
+def compared(registered: Body, again: Body) -> list[Body]:
+    """The numbers that differ."""
+    out = []
+    if len(registered["rows"]) != len(again["rows"]):
+        out.append({"what": "rows", "registered": len(registered["rows"]), "refitted": len(again["rows"])})
+    for old, new in zip(registered["rows"], again["rows"], strict=False):
+        place = {key: old.get(key) for key in ("run", "metric", "step")}
+        for name in ("run", "metric", "step", "tokens", *fitting.BANDS):
+            if not same(old.get(name), new.get(name), TOLERANCE):
+                out.append({**place, "what": name, "registered": old.get(name), "refitted": new.get(name)})
+    for metric in sorted(registered.get("covariance", {}).keys() | again["covariance"].keys()):
+        old, new = registered.get("covariance", {}).get(metric), again["covariance"].get(metric)
+        if not alike(old, new):
+            out.append({"metric": metric, "what": "covariance", "registered": "as in the file", "refitted": "another"})
+    for part in ("parameters", "noise"):
+        old, new = registered["fit"][part], again["fit"][part]
+        out += [
+            {"metric": m, "what": part, "registered": old.get(m), "refitted": new.get(m)}
+            for m in sorted(old.keys() | new.keys())
+            if not same(old.get(m), new.get(m), 1e3 * TOLERANCE)  # parameters trade off against one another; rows do not
+        ]
+    return out
+
+
+def same(a: Any, b: Any, tolerance: float) -> bool:
+    """Equal, numbers to a relative tolerance, dictionaries and lists by their parts."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k], tolerance) for k in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b))
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-12) if numbers else a == b
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two covariances are the same to their written digits."""
+    if not (isinstance(a, dict) and isinstance(b, dict)) or a.get("rows") != b.get("rows"):
+        return False
+    top = max((abs(v) for line in b["matrix"] for v in line), default=0.0)
+    entries = all(
+        len(x) == len(y) and all(abs(v - w) <= COVARIANCE_TOLERANCE * top for v, w in zip(x, y, strict=True))
+        for x, y in zip(a["matrix"], b["matrix"], strict=False)
+    )
+    return entries and len(a["matrix"]) == len(b["matrix"]) and same(a["noise"], b["noise"], COVARIANCE_TOLERANCE)
