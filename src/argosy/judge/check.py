@@ -1,6 +1,5 @@
 """GO, CAUTION or NO-GO before a hero is launched, from its ladder, with the evidence worst first."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -199,7 +198,7 @@ def judge_width(rows: Sequence[dict[str, Any]]) -> list[Evidence]:
     """The statistic that is expected to grow fastest in the hero among those whose exponent surely rises with width."""
     told = []
     for r in rows:
-        t = float(stats.t.ppf(1 - F.CHANCE, r["degrees"]))
+        t = float(stats.t.ppf(1 - F.CHANCE / len(rows), r["degrees"]))
         if r["per_e"] - t * r["per_e_error"] > 0:
             told.append((r["at_hero"], f"{F.words(r['metric'])}: exponent {r['at_hero']:.2f} +- {r['at_hero_error']:.2f} at the hero's width,"
                          f" {r['per_e'] * math.log(2):+.2f} per doubling"))  # fmt: skip
@@ -268,17 +267,21 @@ def alarmed(alarm: dict[str, str], name: str) -> Evidence:
 def show(body: dict[str, Any]) -> Group:
     """The verdict in plain words, then the evidence worst first: everything against a launch, and the nearest of each rule for it."""
     style = {GO: "bold green", CAUTION: "bold yellow", NO_GO: "bold red"}
-    table = Table(box=None, pad_edge=False, expand=False)
-    for column in ("", "rule", "where", "what was found", "limit"):
-        table.add_column(column, overflow="fold")
-    shown: set[str] = set()
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "rule (limits)", "what was found"):
+        table.add_column(column, no_wrap=column != "what was found")
+    shown: set[tuple[str, bool]] = set()
     for e in body["evidence"]:
-        if e["level"] == GO and e["rule"] in shown:
+        kind = (e["rule"], e["where"].endswith("forecast"))
+        if e["level"] == GO and kind in shown:
             continue
-        shown.add(e["rule"])
-        table.add_row(Text(e["level"], style[e["level"]]), e["rule"], e["where"], e["says"], limits(e))
+        shown.add(kind)
+        rule = e["rule"] + (f" ({limits(e)})" if limits(e) else "")
+        table.add_row(Text(e["level"], style[e["level"]]), rule, f"{e['where']}: {e['says']}")
     first = Text.assemble((f"{body['verdict']}  ", style[body["verdict"]]), f"{body['name']}: {body['why']}")
-    return Group(first, Text(""), table, Text(""), Text(sources(body["evidence"]), style="dim"))
+    told = dict.fromkeys((e["rule"], e["source"]) for e in body["evidence"] if e["rule"] in F.LIMITS)
+    lines = [f"{rule}: {source}" for rule, source in told]
+    return Group(first, Text(""), table, Text("\nLimits (caution / no-go)"), Text("\n".join(lines), style="dim"))
 
 
 def limits(e: dict[str, Any]) -> str:
@@ -286,10 +289,3 @@ def limits(e: dict[str, Any]) -> str:
     if limit is None:
         return ""
     return f"{limit.caution:g}" + (f" / {limit.no_go:g}" if limit.caution < limit.no_go < math.inf else "")
-
-
-def sources(evidence: Sequence[dict[str, Any]]) -> str:
-    """Whose each limit is, grouped."""
-    told = dict.fromkeys((e["rule"], e["source"]) for e in evidence if e["rule"] in F.LIMITS)
-    lines = [f"{rule}: {source}" for rule, source in itertools.chain(told)]
-    return "Limits (caution / no-go).  " + ".  ".join(lines)
