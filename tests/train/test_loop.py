@@ -3,6 +3,7 @@
 Each test fails when a run's numbers depend on anything but (run, step), or when a failure costs more than it must.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from argosy import mesh as meshes
 from argosy import runs, spec
 from argosy.data import prepare, tokens
 from argosy.evals import heldout
+from argosy.model import exchange
 from argosy.train import checkpoint, loop
 from argosy.train import step as steps
 
@@ -143,7 +145,7 @@ def test_a_save_that_is_due_is_written_once(run, home, monkeypatch, late):
 
 def test_a_judge_is_asked_after_every_evaluation_and_may_stop_the_run(run, home):
     asked = []
-    state, rows, _ = sail(run, home, "judged", judge=lambda step: asked.append(step) or True)
+    state, _, _ = sail(run, home, "judged", judge=lambda step: asked.append(step) or True)
     assert asked == [5] and int(state.step) == 5
     assert checkpoint.latest_step(home / "runs" / "judged") == 5
     state, _, _ = sail(run, home, "judged", judge=lambda step: bool(asked.append(step)))
@@ -242,6 +244,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(r
     wild = spec.override(run, ["optim.rule=adamw", "optim.adamw_lr=1e30", "optim.warmup_frac=0"])
     with pytest.raises(loop.Diverged, match=r"optim\.adamw_lr"):
         sail(wild, home, "wild", evaluate=False)
+
+
+def test_a_router_bias_that_is_not_finite_stops_the_run(run, monkeypatch):
+    """Fails when router logits so large that their bias is NaN go on to the next checkpoint with a loss that is finite."""
+    row = dict.fromkeys(["train/loss", "grad/norm/total", "params/norm/total", "moe/drop_fraction"], 1.0)
+    monkeypatch.setattr(loop.steps, "metrics", lambda run, done, stats: row)
+    nothing = lambda kind: kind(*[None] * len(kind._fields))  # noqa: E731
+    for bias, fine in ((0.5, True), (np.nan, False), (-np.inf, False)):
+        layers = nothing(exchange.MoeStats)._replace(next_bias=np.array([[0.0, bias], [1.0, 2.0]]))
+        stats = nothing(steps.Stats)._replace(layers=layers)
+        clock = loop.Clock(run, 1e9)
+        with contextlib.nullcontext() if fine else pytest.raises(loop.Diverged, match="router's next bias is"):
+            loop.note(run, 3, stats, clock, lambda *_: None, lambda *_: None)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ Row = dict[str, float]
 
 
 class Diverged(ValueError):
-    """The loss, the gradient or the parameters are no longer finite numbers."""
+    """The loss, the gradient, the parameters or the router's bias are no longer finite numbers."""
 
 
 def train(
@@ -54,7 +54,7 @@ def train(
 
     Raises:
         ValueError: when the run needs what this machine or this version does not have.
-        Diverged: when loss, gradient or parameters are not finite; the last checkpoint is from before.
+        Diverged: when loss, gradient, parameters or the router's bias are not finite; the last checkpoint is from before.
         OSError: when the disk refuses a checkpoint or the log; the last checkpoint is intact.
     """
     if run.compute.chip == "cpu":
@@ -154,6 +154,8 @@ def note(run: spec.Run, done: int, stats: steps.Stats, clock: "Clock", record: A
     progress(done, row)
     optim = run.optim
     watched = {name: row[name] for name in ("train/loss", "grad/norm/total", "params/norm/total")}
+    # that of the state to be saved: what is logged is the one before, and a loss may stay finite for long with either
+    watched["the router's next bias"] = float(np.max(np.abs(stats.layers.next_bias)))
     if not all(map(math.isfinite, watched.values())):
         raise Diverged(
             f"{', '.join(f'{name} is {value}' for name, value in watched.items())} after update {done:,} of"
