@@ -45,7 +45,6 @@ def register(
     *,
     method: str = "joint",
     reason: str = "",
-    bridge: Body | None = None,
     say: Say = lambda _: None,
 ) -> tuple[Path, Body]:
     """The forecast of a hero from its ladder, written as the next file of its name; the file's path and what is in it.
@@ -71,7 +70,7 @@ def register(
     gathered = tables.gather(home, name)
     hero = the_hero(home, name, gathered.hero, hero_run)
     enough(gathered, name)
-    now = dated(home, name, gathered, before)
+    now = dated(home, name, gathered.rungs, before)
     asked = tables.asked(hero, name, gathered.metrics)
     forecast = fit_rows(gathered.rows, asked, method, SEED, covariance=True, say=say)
     forecast["fit"]["alarms"] = gathered.alarms + forecast["fit"]["alarms"]
@@ -185,7 +184,7 @@ def enough(gathered: tables.Gathered, name: str) -> None:
         )
 
 
-def dated(home: Path, name: str, gathered: tables.Gathered, before: Body | None) -> float:
+def dated(home: Path, name: str, rungs: list[Body], before: Body | None) -> float:
     """Now, in seconds since 1970.
 
     Raises:
@@ -193,7 +192,7 @@ def dated(home: Path, name: str, gathered: tables.Gathered, before: Body | None)
     """
     now = time.time()
     seen = []
-    for rung in gathered.rungs:
+    for rung in rungs:
         if rung["steps"]:
             last = logs.read(home / "runs" / rung["name"]).last("time")
             seen.append((last[1] if last else 0.0, f"the last row of {rung['name']}"))

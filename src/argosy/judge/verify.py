@@ -6,8 +6,8 @@ from typing import Any
 
 from argosy import spec
 from argosy.forecast import fit as fitting
+from argosy.judge import bridge, register
 from argosy.judge import points as tables
-from argosy.judge import register
 from argosy.judge.register import Body, Say
 
 # Of every number. The fit is deterministic on one machine; another library of linear algebra sums in another order.
@@ -89,7 +89,7 @@ def consistent(body: Body) -> list[str]:
     hero = spec.from_json(body["hero"])
     wrong = []
     said = body["identity"]
-    told = register.identity(hero, said.get("corpus_checksum", ""))
+    told = register.identity(bridge.changed_run(hero, body.get("bridge")), said.get("corpus_checksum", ""))
     for key in sorted(told.keys() | said.keys()):
         if told.get(key) != said.get(key):
             wrong.append(f"numbers: identity says {key} {said.get(key)!r}, its hero has {told.get(key)!r}")
@@ -101,12 +101,10 @@ def consistent(body: Body) -> list[str]:
 
 def refitted(body: Body, say: Say) -> Body:
     """The forecast again, from the data inside."""
-    from argosy.judge import bridge
-
     again = register.fit_rows(
         body["data"]["points"], body["data"]["target"], body["method"], body["seed"], covariance=True, say=say
     )
-    return bridge.applied(again, body.get("bridge"))
+    return bridge.applied(again, body.get("bridge"), spec.from_json(body["hero"]))
 
 
 def compared(registered: Body, again: Body) -> list[Body]:
