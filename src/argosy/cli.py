@@ -1,15 +1,17 @@
 """The command line. Each command is one function; what it prints as a table it also prints with `--json`."""
 
+import contextlib
 import json as jsonlib
 import os
 import shlex
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
@@ -76,19 +78,27 @@ def voyage(
     settings: Settings = (),
     as_: As = "",
     seed: int | None = None,
+    ladder: Literal["climb", "skip"] = "climb",
+    budget: str = "",
+    stop_on: Literal["nothing", "off"] = "nothing",
+    despite_no_go: Flag = False,
     home: Path = HOME,
     port: int = 8700,
     checkpoint_every: float = 60.0,
     link: Linked = ALONE,
     json: Json = False,
 ) -> None:
-    """The main job, whole: plan, data, train, evaluate, summarise, with a live page.
+    """The main job, whole: plan, data, ladder, check, forecast, register, train, judge, with a live page.
 
     Args:
         recipe: A recipe's name (pocket, marin-535b, ...) or file.py:function.
         settings: Override a field, e.g. data.seq_len=128.
         as_: Name of the run; after the recipe by default.
         seed: Seed of the run; the recipe's by default.
+        ladder: climb trains the small runs that the forecast needs; skip trains without them.
+        budget: Share of the run's FLOPs for a ladder that is proposed, e.g. 1%.
+        stop_on: off ends the training when the run leaves its forecast for good.
+        despite_no_go: Train although the ladder's check says NO-GO.
         home: Where runs and corpora live (or ARGOSY_HOME).
         port: First port to try for the page.
         checkpoint_every: Seconds between checkpoints.
@@ -100,7 +110,11 @@ def voyage(
     run = resolve(recipe, settings, seed)
     host = spec.Host(home=home, name=run_name(recipe, as_), port=port, checkpoint_every_s=seconds(checkpoint_every))
     join.join(link)
-    result = job.whole(run, host, as_json=json)
+    rungs = runs.ladder(recipe, run, share(budget)) if ladder == "climb" else ()
+    try:
+        result = job.whole(run, host, rungs, stop_on=stop_on, despite_no_go=despite_no_go, as_json=json)
+    except job.NoGo as refusal:
+        fail(str(refusal), 3)
     if json and result is not None:
         emit(result)
 
@@ -340,26 +354,150 @@ def check_ladder(name: Name, /, home: Path = HOME, json: Json = False) -> None:
 
 @forecast.command
 def fit(
-    *,
-    points: Path,
-    target: Path,
+    name: Annotated[str, Positional] = "",
+    /,
+    points: Path | None = None,
+    target: Path | None = None,
     method: str = "joint",
     tail_correction: float | None = None,
+    home: Path = HOME,
     json: Json = False,
 ) -> None:
-    """Fit tables of losses and forecast others' rows with 50% and 90% bands.
+    """Forecast a hero from its ladder in the store, or rows of one table from another, with 50% and 90% bands.
 
     Args:
+        name: The hero whose ladder is fitted; left out with --points and --target.
         points: CSV with run, metric, step, steps_total, tokens, tokens_per_step, active_params, total_params, flops, lr, value.
         target: CSV of the rows to forecast: the same columns without value.
         method: joint, per_fraction (the reference ladder's own) or schedule (learning-rate paths demanded).
         tail_correction: Of per_fraction: added to the continued part of unfinished rungs; the rule's own mean error by default.
+        home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
-    from argosy.forecast import fit as fitting
+    if bool(name) == bool(points or target) or bool(points) != bool(target):
+        raise ValueError("argosy forecast fit takes a hero's NAME, or --points and --target; e.g. argosy forecast fit pocket")
+    if points and target:
+        from argosy.forecast import fit as fitting
 
-    found = fitting.from_files(points, target, method, tail_correction)
-    emit(found) if json else console().print(fitting.table(found))
+        table = fitting.from_files(points, target, method, tail_correction)
+        emit(table) if json else console().print(fitting.table(table))
+        return
+    from argosy.judge import documents
+
+    if tail_correction is not None:
+        raise ValueError("--tail-correction belongs to --points and --target; leave it out with a NAME")
+    with telling() as say:
+        found = documents.of_store(home, name, method, say)
+    emit(found) if json else documents.show(found, console())
+
+
+@forecast.command
+def register(
+    name: Name,
+    /,
+    method: str = "joint",
+    reason: str = "",
+    home: Path = HOME,
+    json: Json = False,
+) -> None:
+    """Fit a hero's ladder and keep the forecast with all that it rests on: dated, hashed, never changed.
+
+    Args:
+        name: The hero's name in the store; its ladder has to be there.
+        method: joint, per_fraction or schedule.
+        reason: Why it supersedes the forecast that is registered already.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import documents
+    from argosy.judge import register as registry
+
+    with telling() as say:
+        path, body = registry.register(home, name, method=method, reason=reason, say=say)
+    emit(documents.registered(path, body)) if json else documents.show_registered(path, body, console())
+
+
+@forecast.command
+def verify(file: Annotated[Path, Positional], /, json: Json = False) -> None:
+    """Check a registered forecast: its hash, and every number by a refit of the data inside. Exit status 1 if it does not hold.
+
+    Args:
+        file: A file like voyages/forecasts/pocket/0001.json.
+        json: Print JSON alone.
+    """
+    from argosy.judge import documents
+    from argosy.judge import verify as verifying
+
+    with telling() as say:
+        found = verifying.verify(file, say)
+    emit(found) if json else documents.show_verified(found, console())
+    if not found["ok"]:
+        sys.exit(1)
+
+
+@forecast.command
+def witness(name: Name, /, *, at: str, home: Path = HOME, json: Json = False) -> None:
+    """Note where the newest forecast's line was published.
+
+    Args:
+        name: The hero's name.
+        at: Where: a URL, a commit, a tag.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import register as registry
+
+    entry = registry.witness(home, name, at)
+    emit(entry) if json else print(f"noted at {entry['noted']}: {entry['at']} witnesses sha256 {entry['sha256']}")
+
+
+@forecast.command
+def bridge(
+    name: Name,
+    /,
+    *,
+    event: str,
+    rerun: UseAppendAction[tuple[str, ...]] = (),
+    reason: str = "",
+    home: Path = HOME,
+    json: Json = False,
+) -> None:
+    """Carry a registered forecast over a change of the hero: its effect on rungs shifts and widens the bands from there on.
+
+    Args:
+        name: The hero's name.
+        event: The change in the hero's log: its kind, or KIND@STEP.
+        rerun: OLD=NEW, a rung and the run that repeats it with the change from the same fraction on; once for each pair.
+        reason: Words for the record.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import bridge as bridging
+    from argosy.judge import documents
+
+    with telling() as say:
+        path, body = bridging.bridge(home, name, event, rerun, reason=reason, say=say)
+    emit(documents.registered(path, body) | {"bridge": body["bridge"]}) if json else documents.show_bridged(
+        path, body, console()
+    )
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[Callable[[str], None]]:
+    """A function that says on standard error what is being done: one line that changes on a terminal, else one now and then."""
+    if sys.stderr.isatty():
+        with Console(stderr=True, highlight=False).status("") as status:
+            yield status.update
+        return
+    last = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > 5:
+            last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    yield say
 
 
 @app.command
@@ -473,6 +611,36 @@ def sweep(
             out.print(sweeps.table(body))
 
 
+@app.command
+def compare(
+    a: Name,
+    b: Name,
+    /,
+    floor: float = 0.0,
+    with_speed: Flag = False,
+    ladder: str = "",
+    alpha: float | None = None,
+    home: Path = HOME,
+    json: Json = False,
+) -> None:
+    """Is B worth promoting over A: effective speed-up at equal loss, its 90% interval, a verdict.
+
+    Args:
+        a: The baseline: a hero with a ladder, a run, or a sweep's arm (NAME for NAME-s0, NAME-s1, ...).
+        b: The variant: the same.
+        floor: Irreducible loss, as a share of the baseline's smallest loss; the exponent is refitted for it.
+        with_speed: Multiply by the ratio of tokens per second.
+        ladder: For runs: the ladder that says what a difference in loss is worth; by default one in the store with the same text.
+        alpha: For runs: the exponent in its place.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import compare as comparing
+
+    found = comparing.compare(a, b, home, floor=floor, with_speed=with_speed, ladder=ladder, alpha=alpha)
+    emit(found) if json else console().print(comparing.table(found))
+
+
 @launch.command
 def local(
     command: Annotated[str, Positional] = "",
@@ -547,6 +715,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "diff",
         "sample",
         "sweep",
+        "compare",
+        "scaling",
         "launch",
         "rehearse",
     )
@@ -557,6 +727,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         args = launching.grouped(args)
     try:
+        join.interruptible()
         if args and not args[0].startswith("-") and args[0] not in known:
             raise ValueError(f"unknown command {args[0]!r}; nearest: {', '.join(spec.nearest(args[0], known))}")
         app.cli(prog="argosy", description="Plan, train and publish a sparse mixture-of-experts run.", args=args)
