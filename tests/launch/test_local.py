@@ -34,6 +34,7 @@ def on(number, frame):
 if mode != "deaf":
     signal.signal(signal.SIGTERM, on)
     signal.signal(signal.SIGINT, on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(f"{folder}/up-{me}", "w").write(str(os.getpid()))
@@ -132,6 +133,36 @@ def test_a_signal_reaches_every_process_once(launch, tmp_path, number):
     thread.join()
     assert [(tmp_path / f"signals-{n}").read_text() for n in range(3)] == [f"{int(number)}\n"] * 3
     assert signal.getsignal(number) == before
+
+
+STARTING = """
+import sys, time
+me, folder = sys.argv[sys.argv.index("--process") + 1], sys.argv[3]
+open(f"{folder}/up-{me}", "w").close()
+time.sleep(0.5)  # imports
+from argosy import cli
+cli.main(["runs", "--home", folder])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGTERM, "process 0 of 2 was ended by SIGTERM"), (signal.SIGINT, "argosy: interrupted\n")]
+)
+def test_a_signal_during_imports_ends_in_a_sentence(tmp_path, capfd, number, says):
+    """Fails when processes that have not begun yet end with a traceback, or the exit status does not tell the signal."""
+    (tmp_path / "child.py").write_text(STARTING)
+
+    def stop():
+        ups(tmp_path, 2)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    start = (sys.executable, str(tmp_path / "child.py"))
+    assert local.run(["train", "pocket", str(tmp_path)], 2, 1, start) == 128 + number
+    thread.join()
+    err = capfd.readouterr()[1]
+    assert says in err and "Traceback" not in err, err
 
 
 def test_when_the_launcher_is_killed_its_processes_are_told_to_end(tmp_path):

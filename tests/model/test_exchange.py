@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxpr import equations
 
 from argosy import leaf, mesh, spec
 from argosy.model import exchange, experts
@@ -372,16 +373,6 @@ def test_bf16_follows_fp32(pocket, where):
 
 
 # ---- what the program is made of -----------------------------------------------------------------
-
-
-def equations(jaxpr):
-    for one in jaxpr.eqns:
-        yield one
-        for value in one.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 @pytest.mark.parametrize("capacity", ["bounded", "dropless"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from jaxpr import equations
 
 from argosy import runs, spec
 from argosy.model import experts
@@ -225,16 +226,6 @@ def test_expert_numbers_survive_bfloat16():
 
 
 # ---- the reference shape: 64 ranks, 65,536 tokens each -----------------------------------------------
-
-
-def equations(jaxpr):
-    for one in jaxpr.eqns:
-        yield one
-        for value in one.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 @pytest.mark.parametrize(("latent", "kilobytes"), [("norm", 113.1), ("none", 226.2)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AbstractDevice, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxpr import equations
 
 from argosy import leaf, mesh, spec
 from argosy.model import exchange
@@ -340,16 +341,6 @@ def test_offsets_mean_what_the_primitive_says(monkeypatch):
         got, book = observed(run, *program, chosen, valid)
         assert_near(got, expected(case, keep))
         assert_ledger(book, valid, keep)
-
-
-def equations(jaxpr):
-    for one in jaxpr.eqns:
-        yield one
-        for value in one.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def traced(run, platform):

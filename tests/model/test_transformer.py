@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jaxpr import equations
 
 from argosy import leaf, runs, spec
 from argosy import mesh as meshes
@@ -200,16 +201,6 @@ def test_one_device_equals_eight_where_nothing_drops():
 def reported(params, bias, batch, run):
     out = transformer.loss(params, bias, batch, run)
     return out.sums.total / out.sums.tokens.astype(jnp.float32), out.layers
-
-
-def equations(jaxpr):
-    for one in jaxpr.eqns:
-        yield one
-        for value in one.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 @pytest.mark.parametrize("exchange", ["pooled_wave", "ragged"])

@@ -8,6 +8,7 @@ on the command line meet at the coordinator's port first, and what is wrong is t
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -37,6 +38,11 @@ class Link:
     processes: int | None = None
     process: int | None = None
     join_timeout: float = 300.0
+
+
+def interruptible() -> None:
+    """Let SIGINT through, which `launch local` holds back from its processes until they can end with a sentence."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def join(link: Link, environment: Mapping[str, str] = os.environ) -> None:

@@ -56,7 +56,8 @@ def run(command: Sequence[str], processes: int, devices_per_process: int, argosy
         try:
             for n in range(processes):
                 words = [*start, "--coordinator", address, "--processes", str(processes), "--process", str(n)]
-                children.append(_start(words, environment(os.environ, devices_per_process), shown=n == 0))
+                with _later(signal.SIGINT):  # of a child: `join.interruptible`; of us: once the child is in the list
+                    children.append(_start(words, environment(os.environ, devices_per_process), shown=n == 0))
             return _watch(children, asked)
         finally:
             _end(children, 0.0)
@@ -198,6 +199,16 @@ def passing_on(children: list[Child]) -> Iterator[list[int]]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def _later(number: signal.Signals) -> Iterator[None]:
+    """A signal waits meanwhile; for a process that is started here it waits until that lets it through."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _send(child: Child, number: int) -> None:
