@@ -1,4 +1,4 @@
-"""The live page: a few JSON endpoints over the run folders, pushed news, and three static files.
+"""The live page: a few JSON endpoints over the run folders, pushed news, and four static files.
 
 Plotly's JavaScript is served out of the installed `plotly` package; the page asks nothing of any other host. The
 server only reads. It runs as a process of its own, at low priority, and ends with the process that started it,
@@ -9,6 +9,8 @@ however that one ends.
 - `GET /api/run/<name>/series?metrics=train/loss,grad/norm/*&buckets=2000&from=0&to=99`
 - `GET /api/run/<name>/news?after=` what was added since a position
 - `GET /api/run/<name>/stream?after=` the same as server-sent events
+- `GET /api/run/<name>/forecast`    its registered bands, verdict and updated forecast; {} where none is registered
+- `GET /api/run/<name>/ladder`      its rungs and how far they are; {} where it has none
 """
 
 import asyncio
@@ -41,7 +43,7 @@ from starlette.routing import Route
 
 import argosy
 from argosy import spec
-from argosy.track import columns, index, metrics
+from argosy.track import columns, forecasts, index, metrics
 from argosy.track.layout import finite, names, writing
 from argosy.track.log import RunLog, follow, read
 
@@ -74,15 +76,35 @@ def application(home: Path, run: str = "") -> Starlette:
             raise Unknown("run", name, known)
         return home / "runs" / name
 
+    def hero_of(request: Request) -> str:
+        """The name of a run that has a folder or a ladder."""
+        name, known = request.path_params["name"], [*names(home), *forecasts.ladders(home)]
+        if name not in known:
+            raise Unknown("run", name, known)
+        return name
+
     def runs(request: Request) -> Response:
-        found = index.summaries(home)
-        shown = run or next((body["name"] for body in sorted(found, key=lambda body: body["state"] == "damaged")), "")
-        return answer({"runs": found, "default": shown, "version": argosy.__version__, "now": time.time()})
+        found, heroes = index.summaries(home), forecasts.heroes(home)
+        found += forecasts.unborn(home, [body["name"] for body in found])
+        newest = next((body["name"] for body in sorted(found, key=lambda body: body["state"] == "damaged")), "")
+        listed = [body | {"hero": heroes.get(body["name"])} for body in found]
+        shown = run or heroes.get(newest, newest)
+        return answer({"runs": listed, "default": shown, "version": argosy.__version__, "now": time.time()})
 
     def about(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in names(home) and name in forecasts.ladders(home):
+            return answer(forecasts.planned(home, name) | {"now": time.time()})
         folder = folder_of(request)
         position = follow(folder).position  # before the log is read: what comes in between is told twice, not missed
-        return answer(describe(read(folder)) | {"position": position, "now": time.time()})
+        also = {"hero": forecasts.heroes(home).get(name), "forecast": beside(folder), "position": position, "now": time.time()}
+        return answer(describe(read(folder)) | also)
+
+    def forecast(request: Request) -> Response:
+        return answer(forecasts.forecast(home, hero_of(request)))
+
+    def ladder(request: Request) -> Response:
+        return answer(forecasts.ladder(home, hero_of(request)))
 
     def series(request: Request) -> Response:
         query = request.query_params
@@ -105,12 +127,15 @@ def application(home: Path, run: str = "") -> Starlette:
         Route("/", static(PAGE / "index.html", {"Content-Security-Policy": POLICY})),
         Route("/page.css", static(PAGE / "page.css")),
         Route("/page.js", static(PAGE / "page.js")),
+        Route("/forecast.js", static(PAGE / "forecast.js")),
         Route("/plotly.min.js", static(plotly_file(), {"Cache-Control": "max-age=86400"})),
         Route("/api/runs", runs),
         Route("/api/run/{name}", about),
         Route("/api/run/{name}/series", series),
         Route("/api/run/{name}/news", latest),
         Route("/api/run/{name}/stream", stream),
+        Route("/api/run/{name}/forecast", forecast),
+        Route("/api/run/{name}/ladder", ladder),
     ]
     refusals: Any = {
         Unknown: lambda request, error: JSONResponse(error.body, 404),
@@ -206,11 +231,15 @@ def short(values: Any) -> list[float | None]:
 
 
 def news(folder: Path, after: str) -> dict[str, Any]:
-    """What was added since a position; with the run's summary."""
+    """What was added since a position; with the run's summary, and a mark that changes with its forecast."""
     found = follow(folder, after)
     rows = [[step, {k: v for k, v in row.items() if metrics_drawn(k)}] for step, _, row in found.rows]
     body = {"rows": rows, "events": found.events, "lineage": found.lineage, "position": found.position, "missed": found.missed}
-    return body | {"summary": index.summary(read(folder)), "now": time.time()}
+    return body | {"summary": index.summary(read(folder)), "forecast": beside(folder), "now": time.time()}
+
+
+def beside(folder: Path) -> str:
+    return forecasts.mark(folder.parents[1], folder.name)
 
 
 def metrics_drawn(name: str) -> bool:
@@ -220,13 +249,14 @@ def metrics_drawn(name: str) -> bool:
 async def pushed(folder: Path, after: str) -> AsyncIterator[str]:
     """News as server-sent events, when there are any; a comment now and then keeps the connection open."""
     position = after or (await run_in_threadpool(follow, folder)).position
-    told, live = time.monotonic(), writing(folder)
+    told, seen = time.monotonic(), (writing(folder), beside(folder))
     while (folder / "run.json").exists():
         await asyncio.sleep(POLL_S)
         found = await run_in_threadpool(follow, folder, position)
-        if found.position != position or writing(folder) != live:
+        if found.position != position or (writing(folder), beside(folder)) != seen:
+            seen = writing(folder), beside(folder)
             body = await run_in_threadpool(news, folder, position)
-            position, live, told = body["position"], writing(folder), time.monotonic()
+            position, told = body["position"], time.monotonic()
             yield f"id: {position}\ndata: {text(body)}\n\n"
         elif time.monotonic() - told > ALIVE_S:
             told = time.monotonic()

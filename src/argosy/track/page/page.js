@@ -1,12 +1,13 @@
 "use strict";
-// The live page of a run. Plain functions over one `page` value: load() reads a run, tell() writes words and figures,
-// draw() makes charts with Plotly, watch() follows the run by server-sent events, or by polling where those fail.
+// The live page of a run. Plain functions over one `page` value: load() reads a run, tell() writes words and figures, draw() makes
+// charts with Plotly, forecast.js adds the forecast and the ladder to them, watch() follows the run by server-sent events, or by polling where those fail.
 
 const $ = (id) => document.getElementById(id);
 const BUCKETS = 700, FLUSH_MS = 2500, POLL_MS = 4000, QUIET = ["checkpoint", "baseline", "evaluation"];
 const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped", failed: "Failed", damaged: "Damaged" };
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon"];
-const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null, lost: false };
+const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null, lost: false, forecast: {}, ladder: {}, mark: "" };
+const DISTANCE = { key: "residual", title: "Distance from the forecast", unit: "", style: "residual", scale: "linear", place: "top" };
 window.argosyErrors = [];
 addEventListener("error", (event) => window.argosyErrors.push(String(event.message)));
 addEventListener("unhandledrejection", (event) => window.argosyErrors.push(String(event.reason)));
@@ -84,9 +85,17 @@ async function start() {
   const names = list.runs.map((run) => run.name);
   page.name = asked || list.default;
   $("picker").hidden = names.length < 2 && names.includes(page.name);
-  $("runs").replaceChildren(...list.runs.map((run) => element("option", { value: run.name, textContent: `${run.name} · ${STATES[run.state].toLowerCase()}`, })));
+  $("runs").replaceChildren(...listed(list.runs));
   $("runs").value = page.name;
   await load();
+}
+
+function listed(runs) {  // rungs under their hero, so that they do not bury it
+  const option = (run) => element("option", { value: run.name, textContent: `${run.name} · ${STATES[run.state].toLowerCase()}` });
+  const heroes = new Set(runs.map((run) => run.hero).filter(Boolean)), placed = new Set();
+  const group = (hero) => { placed.add(hero); const made = element("optgroup", { label: `ladder of ${hero}` }); made.append(...runs.filter((run) => run.hero === hero).sort((a, b) => a.created - b.created).map(option)); return made; };
+  const tops = runs.filter((run) => !run.hero).flatMap((run) => (heroes.has(run.name) ? [option(run), group(run.name)] : [option(run)]));
+  return [...tops, ...[...heroes].filter((hero) => !placed.has(hero)).map(group)];
 }
 
 async function load() {
@@ -96,6 +105,7 @@ async function load() {
     const shown = Object.entries(about.metrics).filter(([name, metric]) => metric.panel || name === "throughput/total_tokens").map(([name]) => name);
     const body = shown.length ? await ask(runPath(`/series?buckets=${BUCKETS}&metrics=${encodeURIComponent(shown.join(","))}`)) : { metrics: {} };
     Object.assign(page, { about, series: body.metrics, summary: about.summary, zoom: {}, skew: Date.now() / 1000 - about.now });
+    await readForecast();
   } catch (error) {
     $("name").textContent = page.name;
     notice(`${error.message}. Trying again.`);
@@ -105,6 +115,8 @@ async function load() {
   for (const id of ["tools", "facts", "config-section"]) $(id).hidden = false;
   cards();
   tell();
+  judgement();
+  rungs();
   facts();
   redraw();
   watch(page.about.position);
@@ -125,6 +137,7 @@ function watch(position) {
   page.stop = () => { clearTimeout(timer); timer = 0; source?.close(); };
   const asked = new URLSearchParams(location.search).get("live");
   if (asked === "off") return;
+  if (!position) return void (timer = setTimeout(load, POLL_MS));  // a hero whose ladder comes first: its folder is not there yet
   // A headless browser takes its picture once no request is open, so it gets no endless one.
   if (asked === "poll" || !window.EventSource || (asked !== "stream" && /Headless/.test(navigator.userAgent))) return poll();
   source = new EventSource(runPath(`/stream?after=${encodeURIComponent(position)}`));
@@ -147,6 +160,7 @@ function apply(news) {
   }
   page.about.events.push(...news.events);
   tell();
+  if (news.forecast !== page.mark) renewForecast(news.forecast);
   if (news.events.length) facts();
   redraw();
 }
@@ -259,7 +273,7 @@ const sight = new IntersectionObserver((entries) => {  // only what is on the sc
 
 let waiting = 0, flushed = 0;
 function redraw() {
-  for (const panel of page.about.panels) page.dirty.add(panel.key);
+  for (const panel of [DISTANCE, ...page.about.panels]) page.dirty.add(panel.key);
   $("more").hidden = !page.about.panels.some((panel) => panel.place === "more" && named(panel).length);
   if (!waiting) waiting = setTimeout(flush, Math.max(0, flushed + FLUSH_MS - Date.now()));
 }
@@ -268,7 +282,7 @@ function flush() {
   waiting = 0;
   if (!page.about || document.hidden) return;
   flushed = Date.now();
-  for (const panel of page.about.panels) {
+  for (const panel of [...(page.forecast.bands ? [DISTANCE] : []), ...page.about.panels]) {
     if (!page.dirty.has(panel.key) || !page.seen.has(`chart-${panel.key}`)) continue;
     page.dirty.delete(panel.key);
     draw(panel, $(`chart-${panel.key}`));
@@ -312,8 +326,8 @@ function lineOf(name, panel, style, values) {
 }
 
 const STYLES = {
-  smooth(panel, names) {
-    const made = [];
+  smooth(panel, all) {
+    const made = [], judged = banded(panel), names = [...all].sort((a, b) => (b === judged) - (a === judged));
     names.forEach((name, i) => {
       const hue = color(`c${i}`), raw = lineOf(name, panel, { color: faint(hue, 0.3), width: 1 });
       const silent = { showlegend: false, hoverinfo: "skip", hovertemplate: undefined }, { low, high } = page.zoom[panel.key]?.[name] ?? page.series[name];
@@ -324,17 +338,18 @@ const STYLES = {
     return { data: made };
   },
   sources(panel, names) {
-    const gzip = panel.key === "heldout" ? baselines() : {}, shapes = [];
+    const gzip = panel.key === "heldout" ? baselines() : {}, shapes = [], judged = banded(panel);
     const data = names.map((name) => {
       const label = page.about.metrics[name].label, overall = label === "mean of sources", at = sourceColor(label);
       const hue = overall ? color("ink") : color(`c${at % 8}`);
-      const made = lineOf(name, panel, { color: hue, width: overall ? 2.6 : 1.8 });
-      if (made.x.length < 60) Object.assign(made, { mode: "lines+markers", marker: { symbol: overall ? "circle-open" : SYMBOLS[at % 8], size: 7 } });
+      const made = lineOf(name, panel, { color: hue, width: overall ? 2.6 : judged ? 1.2 : 1.8 });
+      if (judged && !overall) made.opacity = 0.6;
+      if (made.x.length < 60 && (overall || !judged)) Object.assign(made, { mode: "lines+markers", marker: { symbol: overall ? "circle-open" : SYMBOLS[at % 8], size: 7 } });
       made.name = `${label} ${figure(made.y.at(-1), panel.unit)}${label in gzip ? `, gzip ${gzip[label].toFixed(3)}` : ""}`;
       if (label in gzip) shapes.push(level(gzip[label], faint(hue, 0.75), "dash"));
       return made;
     });
-    return { data, shapes, include: Object.values(gzip) };
+    return { data, shapes, include: judged ? [] : Object.values(gzip) };
   },
   lines(panel, names) {
     let at = 0;
@@ -373,12 +388,13 @@ function references(panel) {  // what a figure is to be compared with
   return marks;
 }
 
-function frame(panel, data, include) {  // vertical range: the run after its first 5%; a double click shows all
+function frame(panel, { data, include, from: begins, until }) {  // vertical range: the run after its first 5%; a double click shows all
   const zero = ["tokens/s", "s", "GiB", "rate"].includes(panel.unit) || ["drops", "mfu"].includes(panel.key);
   let low = zero ? 0 : Infinity, high = -Infinity;
   for (const trace of data) {
-    const from = trace.x.length > 20 ? 0.05 * trace.x.at(-1) : trace.x.length > 4 ? trace.x[1] : -1;
-    const kept = trace.y.filter((y, i) => Number.isFinite(y) && y !== null && trace.x[i] >= from && (panel.scale !== "log" || y > 0)).sort((a, b) => a - b);
+    const early = trace.x.length > 20 ? 0.05 * trace.x.at(-1) : trace.x.length > 4 ? trace.x[1] : -1;
+    const from = begins !== undefined && trace.x.at(-1) >= begins ? Math.max(early, 0.999 * begins) : early;
+    const kept = trace.y.filter((y, i) => Number.isFinite(y) && y !== null && trace.x[i] >= from && !(trace.x[i] > 1.001 * until) && (panel.scale !== "log" || y > 0)).sort((a, b) => a - b);
     if (!kept.length) continue;
     low = Math.min(low, kept[Math.floor(0.002 * (kept.length - 1))]);
     high = Math.max(high, kept[Math.ceil(0.998 * (kept.length - 1))]);
@@ -405,16 +421,23 @@ function moments() {  // what happened, as lines through every chart
 }
 
 function draw(panel, place) {
+  if (panel === DISTANCE) return plot(panel, place, residual(place));
   const names = named(panel), recorded = page.summary.step !== null;
   place.closest("figure").hidden = !names.length && recorded && (panel.place === "more" || panel.key === "heat");
-  if (!names.length) {
+  if (!names.length && !banded(panel)) {
     Plotly.purge(place);
     const over = recorded && page.summary.state !== "running";
     const text = over ? "Nothing of this was recorded." : panel.style === "sources" ? "The first evaluation of held-out text will be drawn here." : `${panel.title} will be drawn here from the first update on.`;
     return place.replaceChildren(element("p", { className: "empty", textContent: text }));
   }
   place.querySelector(".empty")?.remove();
-  const made = STYLES[panel.style](panel, names), happened = moments();
+  plot(panel, place, underlay(panel, STYLES[panel.style](panel, names)));
+  place.setAttribute("aria-label", `${panel.title}. ${names.slice(0, 8).map((name) => `${page.about.metrics[name].label}: ${figure(page.series[name].mean.at(-1), panel.key === "entropy" ? "" : panel.unit)} ${panel.unit === "share" ? "" : panel.unit}`).join("; ")}`);
+  if (!place.zooms) { place.zooms = true; place.on("plotly_relayout", (change) => zoomed(panel, place, change)); }
+}
+
+function plot(panel, place, made) {
+  const happened = moments(), legend = made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap");
   const lines = happened.map(([step]) => ({ type: "line", yref: "paper", y0: 0, y1: 1, x0: across(step), x1: across(step), line: { color: faint(color("soft"), 0.55), width: 1, dash: "dot" }, layer: "below" }));
   const labels = panel.style !== "smooth" ? [] : happened.map(([step, text]) => ({ x: across(step), yref: "paper", y: 1, yanchor: "top", xanchor: "left", textangle: 90, text, showarrow: false, font: { size: 11, color: color("soft") } }));
   const axis = { gridcolor: color("line"), linecolor: color("line"), zeroline: false, automargin: true, tickfont: { size: 11.5 } };
@@ -422,9 +445,9 @@ function draw(panel, place) {
     margin: { l: 48, r: 12, t: 6, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
     hovermode: "x unified", hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12.5 } },
-    showlegend: made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(made.data.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: 68 } : { font: { size: 12 } }) },
-    xaxis: { ...axis, showgrid: false, ticks: "outside", tickcolor: color("line"), title: { text: { tokens: "tokens", step: "update", share: "share of the run" }[page.axis], font: { size: 12 }, standoff: 6 }, exponentformat: "B", rangemode: "nonnegative", ...(page.axis === "share" ? { tickformat: ".0%", hoverformat: ".1%" } : page.axis === "step" ? { tickformat: ",d" } : {}), nticks: 7 },
-    yaxis: { ...axis, type: panel.scale === "log" && panel.style !== "heat" ? "log" : undefined, tickformat: panel.unit === "share" ? "~%" : "~g", range: panel.style === "heat" ? undefined : frame(panel, made.data, made.include), nticks: 6, minor: { showgrid: false } },
+    showlegend: legend.length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(legend.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: 68 } : { font: { size: 12 } }) },
+    xaxis: { ...axis, showgrid: false, ticks: "outside", tickcolor: color("line"), title: { text: { tokens: "tokens", step: "update", share: "share of the run" }[page.axis], font: { size: 12 }, standoff: 6 }, exponentformat: "B", rangemode: "nonnegative", ...(page.axis === "share" ? { tickformat: ".0%", hoverformat: ".1%" } : page.axis === "step" ? { tickformat: ",d" } : {}), nticks: 7, range: made.until === undefined ? undefined : [0, made.until] },
+    yaxis: { ...axis, type: panel.scale === "log" && panel.style !== "heat" ? "log" : undefined, tickformat: panel.unit === "share" ? "~%" : "~g", range: panel.style === "heat" ? undefined : frame(panel, made), nticks: 6, minor: { showgrid: false } },
     shapes: [...(made.shapes ?? []), ...lines], annotations: [...(made.annotations ?? []), ...labels], modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("accent") }, uirevision: `${page.name} ${page.axis}`, dragmode: "zoom",
   };
   if (panel.unit === "tokens/s") layout.yaxis.tickformat = "~s";
@@ -432,17 +455,17 @@ function draw(panel, place) {
   for (const [key, value] of Object.entries(made.layout ?? {})) Object.assign(layout[key], value);
   const config = { responsive: true, displaylogo: false, doubleClick: "reset+autosize", plotlyServerURL: "", displayModeBar: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d", "autoScale2d"]], toImageButtonOptions: { filename: `${page.name} ${panel.key}`, scale: 2 } };
   Plotly.react(place, made.data, layout, config);
-  place.setAttribute("aria-label", `${panel.title}. ${names.slice(0, 8).map((name) => `${page.about.metrics[name].label}: ${figure(page.series[name].mean.at(-1), panel.key === "entropy" ? "" : panel.unit)} ${panel.unit === "share" ? "" : panel.unit}`).join("; ")}`);
-  if (!place.zooms) { place.zooms = true; place.on("plotly_relayout", (change) => zoomed(panel, place, change)); }
 }
 
 async function zoomed(panel, place, change) {  // a closer look reads finer buckets
-  if (change["xaxis.autorange"]) { if (delete page.zoom[panel.key]) draw(panel, place); return; }
+  const whole = () => { if (page.zoom[panel.key]) { delete page.zoom[panel.key]; draw(panel, place); } };
+  if (change["xaxis.autorange"]) return whole();
   const from = change["xaxis.range[0]"], to = change["xaxis.range[1]"];
   const names = named(panel).filter((name) => page.series[name].low);
   if (from === undefined || !names.length) return;
   const steps = page.series[names[0]].step, inside = steps.filter((step) => across(step) >= from && across(step) <= to);
-  if (inside.length < 2 || inside.length > 0.9 * steps.length) return;
+  if (inside.length > 0.9 * steps.length) return whole();
+  if (inside.length < 2) return;
   const margin = inside.at(-1) - inside[0];
   const body = await ask(runPath(`/series?buckets=${2 * BUCKETS}&from=${Math.max(0, inside[0] - margin)}&to=${inside.at(-1) + margin}&metrics=${encodeURIComponent(names.join(","))}`));
   page.zoom[panel.key] = body.metrics;
@@ -517,6 +540,8 @@ function lineageText({ kind, attempt, fields }) {
 
 for (const input of document.querySelectorAll("input[name=axis]")) input.addEventListener("change", () => { page.axis = input.value; page.zoom = {}; flushed = 0; if (page.about) redraw(); });
 $("runs").addEventListener("change", () => { location.search = `?run=${encodeURIComponent($("runs").value)}`; });
+$("residual-of").addEventListener("change", () => { residualOf = $("residual-of").value; draw(DISTANCE, $("chart-residual")); });
+sight.observe($("chart-residual"));
 $("more").addEventListener("toggle", () => { flushed = 0; if (page.about) redraw(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { flushed = 0; if (page.about) redraw(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) flush(); });
