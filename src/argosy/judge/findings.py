@@ -96,8 +96,8 @@ def losses(log: RunLog, until: int | None = None) -> list[Evidence]:
     recent, before = values[-last:], values[-max(len(values) // 3, 25) : -last]
     if len(before) < 20:
         return []
-    x = np.arange(len(before))
-    band = max(0.05, 6 * float((before - np.polyval(np.polyfit(x, before, 1), x)).std(ddof=2)))
+    deviation = 1.4826 * float(np.median(np.abs(np.diff(before)))) / math.sqrt(2)  # neither the fall nor a rise widens it
+    band = max(0.05, 6 * deviation)
     rise = float(recent.min() - before.mean())
     says = f"the last 5% of the updates are at least {rise:+.3f} nats from the mean before; a rise is {band:.3f}"
     return [found("loss rise", log.name, rise / band, says)]

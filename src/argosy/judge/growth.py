@@ -25,9 +25,9 @@ class Trend(NamedTuple):
     error: float
     degrees: float
 
-    def bound(self, sides: float, chance: float = 0.05) -> float:
-        """The slope less (sides -1) or plus (sides 1) what chance alone exceeds with this probability."""
-        return self.slope + sides * float(stats.t.ppf(1 - chance, self.degrees)) * self.error
+    def bound(self, side: int, chance: float = 0.05) -> float:
+        """The slope less (side -1) or plus (side 1) what chance alone exceeds with this probability."""
+        return self.slope + side * float(stats.t.ppf(1 - chance, self.degrees)) * self.error
 
 
 class Growth(NamedTuple):
