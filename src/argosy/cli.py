@@ -320,16 +320,67 @@ def build(
 
 
 @ladder.command(name="show")
-def show_ladder(recipe: Name, /, settings: Settings = (), seed: int | None = None, json: Json = False) -> None:
-    """The rungs of a hero run, what each is for and what it costs: argosy ladder NAME.
+def show_ladder(
+    recipe: Name,
+    /,
+    settings: Settings = (),
+    budget: str = "",
+    run: Flag = False,
+    as_: As = "",
+    seed: int | None = None,
+    home: Path = HOME,
+    checkpoint_every: float = 60.0,
+    json: Json = False,
+) -> None:
+    """The rungs of a hero run, what each is for and what it costs; with --run they are trained: argosy ladder NAME.
 
     Args:
         recipe: The hero's recipe, by name or file.py:function.
-        settings: Override a field of the hero, e.g. optim.lr_scale=1.
+        settings: Override a field of the hero, e.g. optim.lr_scale=1; its rungs take it too.
+        budget: Propose rungs that cost this share of the hero's FLOPs, e.g. 1%; the recipe's own ladder, or 1%, by default.
+        run: Train the rungs, one after another, from where they stopped; exit status 130 after a signal to stop.
+        as_: Name of the hero; after the recipe by default. Its rungs are runs named after it.
         seed: Seed of the hero; the recipe's by default.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        checkpoint_every: Seconds between checkpoints.
         json: Print JSON alone.
     """
-    raise ValueError(f"argosy ladder {resolve(recipe, settings, seed).recipe}: being written")
+    from argosy.judge import ladders
+    from argosy.plan import ladder as planning
+    from argosy.plan import ladder_report
+
+    hero, name = resolve(recipe, settings, seed), run_name(recipe, as_)
+    rungs = runs.ladder(recipe, hero, share(budget))
+    body = planning.sheet(hero, rungs, runs.ladder_rule(recipe, hero, rungs, share(budget)))
+    if not run:
+        known = ladders.state(home, name) if ladders.path_of(home, name).is_file() else []
+        emit({"name": name, **body, "state": known}) if json else ladder_report.show(body, console(), known)
+        return
+    from argosy import voyage as job
+
+    ladders.save(home, name, hero, rungs)
+    if all(rung["finished"] for rung in ladders.state(home, name)):
+        print(f"all {len(rungs)} rungs of {name} were finished before", file=sys.stderr, flush=True)
+    done = job.climb(name, rungs, spec.Host(home=home, name=name, checkpoint_every_s=seconds(checkpoint_every)))
+    known = ladders.state(home, name)
+    emit({"name": name, **body, "state": known}) if json else ladder_report.show(body, console(), known)
+    if not done:
+        print("argosy: stopped; the same command goes on from here", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def share(text: str) -> float | None:
+    """`--budget` as given: 1% or 0.01; None for nothing.
+
+    Raises:
+        ValueError: when it is no number.
+    """
+    if not text:
+        return None
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ValueError(f"--budget {text!r} is a share of the hero's FLOPs, e.g. --budget 1% or 0.01") from None
 
 
 @ladder.command(name="check")

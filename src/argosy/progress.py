@@ -78,7 +78,7 @@ def of_several(runs: Mapping[str, spec.Run], left: Sequence[str], whole: str, on
     every, finished = sum(cost.values()), sum(n for name, n in cost.items() if name not in left)
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(bars()) if sys.stderr.isatty() else None
-        ladder = bar.add_task(whole, total=every, completed=finished, count="", note="") if bar else None
+        ladder = bar.add_task(whole, total=every, completed=int(finished), count="", note="") if bar else None
 
         @contextlib.contextmanager
         def show(name: str, run: spec.Run, at: int) -> Iterator[Told]:

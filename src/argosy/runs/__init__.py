@@ -2,11 +2,13 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from argosy import spec
+from argosy.plan import ladder as ladders
+from argosy.plan.ladder import Rung
 from argosy.runs import marin_535b, pocket
 
 RECIPES: dict[str, Callable[[], spec.Run]] = {
@@ -16,6 +18,41 @@ RECIPES: dict[str, Callable[[], spec.Run]] = {
     "marin-535b/ragged": marin_535b.ragged,
     **{f"marin-535b/d{width}": partial(marin_535b.rung, width) for width in (768, 1024, 1536, 2048)},
 }
+
+LADDERS: dict[str, Callable[[spec.Run], tuple[Rung, ...]]] = {
+    "pocket": pocket.rungs,
+    "marin-535b": marin_535b.rungs,
+    "marin-535b/ragged": marin_535b.rungs,
+}
+
+
+def ladder(recipe: str, hero: spec.Run, budget: float | None) -> tuple[Rung, ...]:
+    """The ladder of a hero: its recipe's own, or one proposed for a budget (`ladder.propose`), always where a budget is given.
+
+    `recipe` is the hero's name as `find` takes it; `hero` may have other settings than the recipe.
+
+    Raises:
+        ValueError: when the recipe's own does not fit such a hero, or nothing fits the budget.
+    """
+    if budget is not None or recipe not in LADDERS:
+        return ladders.propose(hero, budget)
+    try:
+        return LADDERS[recipe](hero)
+    except ValueError as error:
+        raise ValueError(
+            f"the ladder of {recipe} does not fit this hero: {error}; --budget 1% proposes one that does"
+        ) from None
+
+
+def ladder_rule(recipe: str, hero: spec.Run, rungs: Sequence[Rung], budget: float | None) -> str:
+    """How `ladder` came to these rungs, in words; empty for a recipe's own."""
+    if budget is None and recipe in LADDERS:
+        return ""
+    if budget is not None:
+        return f"the rules below, within {100 * budget:.4g}% of its FLOPs"
+    if ladders.share(hero, rungs) <= ladders.BUDGET:
+        return f"the rules below, within {ladders.BUDGET:.0%} of its FLOPs"
+    return f"the rules below; {ladders.BUDGET:.0%} of its FLOPs is too little for four sizes, this is the least that is not"
 
 
 def find(name: str) -> spec.Run:

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 from argosy.plan import flops
+from argosy.plan.ladder import Rung, carried
 from argosy.spec import Compute, Data, Evals, Mesh, Model, Moe, Optim, Phase, Routing, Run
 
 HERO = 6144  # width
@@ -88,6 +89,15 @@ def rung(width: int) -> Run:
         nearest = min(RUNGS, key=lambda w: abs(w - width))
         raise ValueError(f"width {width} is no rung of marin-535b; rungs: {', '.join(map(str, RUNGS))}; nearest {nearest}")
     return recipe(f"marin-535b/d{width}", width, mesh=_racks(width))
+
+
+def rungs(hero: Run | None = None) -> tuple[Rung, ...]:
+    """The reference's ladder: four sizes, each once. Depth, heads, racks and batch are the recipe's, not scaled from the hero.
+
+    Raises:
+        ValueError: for a hero that differs from `run` in what each rung has its own value of.
+    """
+    return carried([Rung(f"d{width}", rung(width), "size") for width in RUNGS], run(), hero or run())
 
 
 def depth(width: int) -> int:
