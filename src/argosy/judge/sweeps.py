@@ -107,28 +107,30 @@ def make(base: spec.Run, name: str, settings: Sequence[str], seeds: int) -> Swee
     """
     if not 1 <= seeds <= 1000:
         raise ValueError(f"--seeds {seeds} is how often every value is trained; nearest legal {min(max(seeds, 1), 1000)}")
-    known, fixed, swept = spec.keys(base), [], {}
+    known, fixed = spec.keys(base), []
+    swept: dict[str, list[str]] = {}
     for setting in settings:
         key, sign, text = setting.partition("=")
         key = key.strip()
         if not sign or key not in known:
             spec.override(base, [setting])  # says what is wrong with it
-        values = split(text, known[key])
-        if len(values) == 1:
+        parts = split(text, known[key])
+        if len(parts) == 1:
             fixed.append(setting)
             continue
         if key in FIXED:
             raise ValueError(f"{key} cannot be swept: {FIXED[key]}")
         if key in swept:
             raise ValueError(f"{key} is swept twice; give all its values in one --set {key}=a,b,c")
-        swept[key] = values
+        swept[key] = parts
     if not swept:
         raise ValueError(
             f"nothing is swept: give at least one key several values, e.g. --set optim.lr_scale=1,2,4 (now {known['optim.lr_scale']:g});"
             " a number with commas for thousands counts as one value"
         )
     begun = spec.override(base, fixed)
-    members, given = [], {key: [] for key in swept}
+    members: list[Member] = []
+    given: dict[str, list[Any]] = {key: [] for key in swept}
     for texts in itertools.product(*swept.values()):
         run = spec.override(begun, [f"{key}={text}" for key, text in zip(swept, texts, strict=True)])
         values = {key: spec.keys(run)[key] for key in swept}
@@ -143,9 +145,10 @@ def make(base: spec.Run, name: str, settings: Sequence[str], seeds: int) -> Swee
     twice = [member for member, times in Counter(m.name for m in members).items() if times > 1]
     if twice:
         raise ValueError(f"a value is given twice: it would be run {twice[0]!r} both times")
-    if len(members[0].name) > 100 or any(c in members[0].name for c in "/\\\0"):
-        raise ValueError(f"{members[0].name!r} is no plain folder name of at most 100 characters; give a short one with --as")
-    own = next((m.arm for m in members if spec.keys(replace(m.run, seed=base.seed)) == spec.keys(begun)), "")
+    longest = max((m.name for m in members), key=len)
+    if len(longest) > 100 or any(c in m.name for c in "/\\\0" for m in members):
+        raise ValueError(f"{longest!r} is no plain folder name of at most 100 characters; give a short one with --as")
+    own = next((m.arm for m in members if m.run == begun), "")
     return Sweep(name, given, tuple(members), own)
 
 
@@ -175,7 +178,7 @@ def rungs(recipe: str, names: str) -> list[Rung]:
     Raises:
         ValueError: when the ladder has no rung of a name, naming those that it has.
     """
-    ladder = {rung.name: rung for rung in runs.ladder(recipe, None)}
+    ladder = {rung.name: rung for rung in runs.ladder(recipe, runs.find(recipe), None)}
     for name in names.split(","):
         if name.strip() not in ladder:
             raise ValueError(f"the ladder of {recipe} has no rung {name.strip()!r}; it has {', '.join(ladder)}")
