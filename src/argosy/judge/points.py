@@ -29,7 +29,7 @@ FORECAST = re.compile(
     r"|routing_entropy_mean|load_max_over_mean|load_balancing_loss|router_z_loss)"
     r"|throughput/(tokens_per_second|mfu)"
 )
-EVALUATION = re.compile(r"eval_dropless/[^/]+/macro_loss")
+EVALUATION = re.compile(r"eval_dropless/[^/]+/macro_(loss|bpb)")
 LAYER = re.compile(r"train/router/layer_\d+/")
 SPEED = "throughput/"
 

@@ -70,10 +70,11 @@ def register(
     gathered = tables.gather(home, name)
     hero = the_hero(home, name, gathered.hero, hero_run)
     enough(gathered, name)
-    now = dated(home, name, gathered.rungs, before)
+    dated(home, name, gathered.rungs, before)
     asked = tables.asked(hero, name, gathered.metrics)
     forecast = fit_rows(gathered.rows, asked, method, SEED, covariance=True, say=say)
     forecast["fit"]["alarms"] = gathered.alarms + forecast["fit"]["alarms"]
+    now = dated(home, name, gathered.rungs, before)  # again: the hero may have begun while this was fitted
     sums = [rung["checksum"] for rung in gathered.rungs if rung["checksum"]]
     body = {
         "created": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),

@@ -1,0 +1,241 @@
+"""A registered forecast: what it holds, and that it cannot be changed quietly."""
+
+import hashlib
+import json
+import multiprocessing
+import shutil
+import stat
+import time
+from dataclasses import replace
+
+import pytest
+import synthetic
+
+from argosy import cli, spec
+from argosy.judge import ladders, points, register, verify
+from argosy.runs import pocket
+
+HEADLINE = "eval_dropless/stdlib/macro_bpb"
+KEPT = (HEADLINE, "train/loss", "grad/norm/total")
+
+
+def few(name, done, row):
+    """Three metrics: fits are what costs here."""
+    return {k: v for k, v in row.items() if k in KEPT}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    home = tmp_path_factory.mktemp("registered")
+    synthetic.voyage(home, fault=few)
+    path, body = register.register(home, "hero")
+    return home, path, body
+
+
+@pytest.fixture
+def home(made, tmp_path):
+    shutil.copytree(made[0], tmp_path / "home")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def no_fit(monkeypatch, made):
+    """Fits as they came out for the ladder, where a test is about the file alone."""
+    forecast = json.dumps(made[2]["forecast"])
+    monkeypatch.setattr(register, "fit_rows", lambda *_, **__: json.loads(forecast))
+
+
+def changed(path, old, new, rehash):
+    """A copy of a file with one text in place of another, its hash made to fit or left."""
+    text = path.read_text()
+    assert old in text
+    body = json.loads(text.replace(old, new, 1))
+    if rehash:
+        kept = {k: v for k, v in body.items() if k != "sha256"}
+        body["sha256"] = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    other = path.with_name("changed.json")
+    other.write_text(json.dumps(body))
+    return other
+
+
+def test_it_holds_what_it_rests_on(made):
+    home, path, body = made
+    assert path == home / "forecasts" / "hero" / "0001.json" and json.loads(path.read_text()) == body
+    assert stat.S_IMODE(path.stat().st_mode) == 0o444 and [p.name for p in path.parent.iterdir()] == ["0001.json"]
+    assert spec.from_json(body["hero"]) == pocket.run() and body["identity"]["key"] == pocket.run().key()
+    assert body["identity"]["corpus_checksum"] == "5f1d77c2" and body["late"] is None and body["bridge"] is None
+    assert [r["name"] for r in body["ladder"]] == [f"hero-{r.name}" for r in pocket.rungs()]
+    assert all(r["finished"] and r["steps"] == r["steps_total"] for r in body["ladder"])
+    assert len(body["data"]["target"]) == len(body["forecast"]["rows"]) == 60
+    assert len(body["data"]["points"]) == 6 * 20 * 3
+    kept = json.dumps({k: v for k, v in body.items() if k != "sha256"}, sort_keys=True, separators=(",", ":"))
+    assert body["sha256"] == hashlib.sha256(kept.encode()).hexdigest()
+    assert body["sha256"] in register.line(body) and "0001" in register.line(body)
+
+
+def test_the_forecast_is_of_the_law_behind_the_ladder(made):
+    """The hero of the same law lies in the 90% bands, which are not wide."""
+    rows = [r for r in made[2]["forecast"]["rows"] if r["metric"] == HEADLINE]
+    hero = pocket.run()
+    for row in rows[2:]:
+        true = synthetic.evaluation(hero, "hero", row["step"], 0)[HEADLINE]
+        assert row["lo90"] < true < row["hi90"]
+    assert rows[-1]["hi90"] / rows[-1]["lo90"] < 1.1
+
+
+def test_verify_holds_and_finds_a_changed_digit(made, tmp_path):
+    _, path, body = made
+    assert verify.verify(path)["ok"]
+    path = shutil.copy(path, tmp_path)
+    digit = changed(path, '"created": "20', '"created": "21', rehash=False)
+    found = verify.verify(digit)
+    assert not found["ok"] and not found["hash"] and found["numbers"]
+    mean = [r["mean"] for r in body["forecast"]["rows"] if r["metric"] == HEADLINE][12]
+    number = changed(path, f'"mean": {mean!r}', f'"mean": {mean * (1 + 1e-5)!r}', rehash=True)
+    found = verify.verify(number)
+    assert found["hash"] and not found["numbers"] and not found["ok"]
+    assert [d["what"] for d in found["differs"]] == ["mean"] and found["differs"][0]["registered"] == mean * (1 + 1e-5)
+    hero = changed(path, '"batch_seqs": 8', '"batch_seqs": 16', rehash=True)
+    assert any("identity" in p for p in verify.verify(hero)["problems"])
+
+
+def test_a_second_one_needs_a_reason_and_supersedes(home, no_fit, made):
+    with pytest.raises(ValueError, match=r"0001 .*--reason"):
+        register.register(home, "hero")
+    path, body = register.register(home, "hero", reason="two more rungs")
+    assert path.name == "0002.json" and body["supersedes"] == made[2]["sha256"] and body["reason"] == "two more rungs"
+    assert [b["number"] for b in register.all_of(home, "hero")] == [1, 2]
+    assert register.newest(home, "hero") == body
+    assert (home / "forecasts/hero/0001.json").read_bytes() == made[1].read_bytes()
+    assert verify.supersedes(path, body) == []
+    (home / "forecasts/hero/0001.json").unlink()
+    with pytest.raises(ValueError, match=r"0001\.json is missing"):
+        register.all_of(home, "hero")
+
+
+def one(home, barrier, answers):
+    barrier.wait()
+    try:
+        body = {"created_s": time.time(), "created": "now"}
+        answers.put(register.write(home, "other", body, None)[0].name)
+    except ValueError as error:
+        answers.put(str(error))
+
+
+def test_two_processes_at_once_do_not_overwrite(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, answers = context.Barrier(4), context.Queue()
+    workers = [context.Process(target=one, args=(tmp_path, barrier, answers)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    told = [answers.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert told.count("0001.json") == 1 and sum("another process" in t for t in told) == 3
+    assert [p.name for p in (tmp_path / "forecasts/other").iterdir()] == ["0001.json"]
+
+
+def test_late_is_marked_for_ever(home, no_fit):
+    hero = pocket.run()
+    synthetic.sail(home, "hero", hero, until=0.05, fault=few)
+    _, body = register.register(home, "hero", reason="after it began")
+    assert body["late"] == {"updates": 51} and "late (after 51 updates)" in register.line(body)
+    shutil.rmtree(home / "runs" / "hero")
+    _, body = register.register(home, "hero", reason="the log is gone")
+    assert body["late"] == {"updates": 51}
+
+
+def test_a_hero_that_has_begun_no_update_is_not_late(home, no_fit):
+    synthetic.sail(home, "hero", pocket.run(), until=0.0, fault=few)
+    assert register.register(home, "hero", reason="again")[1]["late"] is None
+
+
+def test_clocks_that_go_backwards_are_refused(home, no_fit, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(register.time, "time", lambda: now - 30)
+    with pytest.raises(ValueError, match="successor cannot be older"):
+        register.register(home, "hero", reason="again")
+    shutil.rmtree(home / "forecasts")
+    monkeypatch.setattr(register.time, "time", lambda: now - 86_400)
+    with pytest.raises(ValueError, match="the last row of hero-d"):
+        register.register(home, "hero")
+
+
+def test_too_few_sizes_and_another_hero_are_refused(home):
+    shutil.rmtree(home / "forecasts")
+    with pytest.raises(ValueError, match=r"data\.batch_seqs 16, not 8"):
+        register.register(home, "hero", spec.override(pocket.run(), ["data.batch_seqs=16"]))
+    for name in ("d32", "d48"):
+        shutil.rmtree(home / "runs" / f"hero-{name}")
+    with pytest.raises(ValueError, match="at least 3 sizes"):
+        register.register(home, "hero")
+    assert not (home / "forecasts").exists()
+
+
+def test_unfinished_rungs_and_a_hero_inside_the_range_are_alarms(tmp_path):
+    rungs = pocket.rungs()[:4]
+    hero = pocket.rung(64)
+    hero = replace(hero, optim=replace(hero.optim, horizon_tokens=hero.optim.horizon_tokens * 2))
+    ladders.save(tmp_path, "hero", hero, rungs)
+    only = lambda name, done, row: {k: v for k, v in row.items() if k == HEADLINE or (k == "train/loss" and done > 0.99)}  # noqa: E731
+    for rung, until in zip(rungs, (1, 1, 1, 0.6), strict=True):
+        synthetic.sail(tmp_path, f"hero-{rung.name}", rung.run, until=until, fault=only)
+    _, body = register.register(tmp_path, "hero")
+    told = {a["code"]: a["message"] for a in body["forecast"]["fit"]["alarms"]}
+    assert "hero-d96 ends at 60" in told["unfinished_run"]
+    assert "inside_range" in told
+    assert [r["finished"] for r in body["ladder"]] == [True, True, True, False]
+
+
+def test_damaged_files_are_named_and_left(home):
+    path = home / "forecasts/hero/0001.json"
+    path.chmod(0o644)
+    path.write_text(path.read_text()[:2000])
+    with pytest.raises(ValueError, match=r"0001\.json is not what was registered"):
+        register.newest(home, "hero")
+    ladder = ladders.path_of(home, "hero")
+    ladder.write_text(ladder.read_text()[:200])
+    shutil.rmtree(home / "forecasts")
+    with pytest.raises(ValueError, match=r"hero\.json is not what was written"):
+        register.register(home, "hero")
+
+
+def test_a_witness_is_noted_beside_it(home, capsys):
+    before = (home / "forecasts/hero/0001.json").read_bytes()
+    cli.main(["forecast", "witness", "hero", "--at", "https://example.org/tag/1", "--home", str(home)])
+    cli.main(["forecast", "witness", "hero", "--at", "commit 12ab", "--home", str(home), "--json"])
+    body = register.newest(home, "hero")
+    assert [w["at"] for w in register.witnesses(home, body)] == ["https://example.org/tag/1", "commit 12ab"]
+    assert (home / "forecasts/hero/0001.json").read_bytes() == before and len(register.all_of(home, "hero")) == 1
+    with pytest.raises(ValueError, match="--at WHERE"):
+        register.witness(home, "hero", " ")
+    with pytest.raises(ValueError, match="no forecast of 'nobody'"):
+        register.witness(home, "nobody", "here")
+
+
+def test_the_commands(home, no_fit, capsys):
+    cli.main(["forecast", "fit", "hero", "--home", str(home)])
+    shown = capsys.readouterr().out
+    assert HEADLINE in shown and "grad/norm/total" in shown and "at the end of the run" in shown
+    cli.main(["forecast", "fit", "hero", "--home", str(home), "--json"])
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 60
+    cli.main(["forecast", "register", "hero", "--home", str(home), "--reason", "once more"])
+    shown = capsys.readouterr().out
+    assert "0002.json" in shown and "sha256" in shown and "git tag" in shown
+    for wrong in ([], ["hero", "--points", "x.csv"], ["--points", "x.csv"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["forecast", "fit", *wrong])
+        assert ended.value.code == 2
+    path = home / "forecasts/hero/0001.json"
+    other = changed(path, '"number": 1', '"number": 7', rehash=False)
+    monkey = register.load(other)
+    assert monkey["number"] == 7
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["forecast", "verify", str(other)])
+    assert ended.value.code == 1 and "FAILS" in capsys.readouterr().out
+
+
+def test_points_of_the_file_are_those_of_the_store(made):
+    home, _, body = made
+    gathered = points.gather(home, "hero")
+    assert body["data"]["points"] == [register.lean(row) for row in gathered.rows]
