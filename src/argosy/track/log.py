@@ -21,7 +21,7 @@ class Attempt(NamedTuple):
 
     number: int
     at_step: int
-    shown_to: float
+    shown_to: int | float
 
 
 @dataclass(frozen=True)
