@@ -107,12 +107,14 @@ def sail(
     fault: Fault | None = None,
     seed: int = 0,
     corpus: str = "5f1d77c2",
+    code: dict[str, Any] | None = None,
 ) -> Path:
     """Write a run's updates after `begin` and up to `until` (shares of it): every hundredth and those before an evaluation.
 
     Args:
         excess: (share of the run, log): losses from there on are higher by this.
         fault: changes any row before it is recorded.
+        code: the version that this attempt says it runs.
     """
     folder, total = home / "runs" / name, spec.steps(run)
     store.create(
@@ -125,7 +127,7 @@ def sail(
     evaluations = set(P.evaluation_steps(run))
     steps = evaluations | {max(1, round(total * k / 100)) for k in range(101)}
     change = fault or (lambda _name, _done, row: row)
-    with store.open_writer(folder, first) as writer:
+    with store.open_writer(folder, first, **({} if code is None else {"code": code})) as writer:
         if not first:
             writer.lineage("corpus", 0, name=run.data.corpus, checksum=corpus, ledger={})
             writer.event("baseline", 0, **dict.fromkeys(SETS, 2.0))
