@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import sys
@@ -136,7 +137,19 @@ def _read(manager: ocp.CheckpointManager, step: int, like: Any) -> tuple[Any | N
         folder = Path(manager.directory) / f"step_{step}" / "default"
         return ocp.StandardCheckpointHandler().restore(folder, args=ocp.args.StandardRestore(like)), None
     except Exception as error:  # Orbax raises whatever its backends raise
-        return None, _line(error)
+        return None, _why(error)
+
+
+def _why(error: Exception) -> str:
+    """Why a checkpoint does not restore: files that are not whole any more in plain words, all else as Orbax says it."""
+    text = str(error)
+    if isinstance(error, json.JSONDecodeError) or "OUT_OF_RANGE" in text or "DATA_LOSS" in text:
+        return "a file of it is cut short or overwritten"
+    if "NOT_FOUND" in text:
+        return "a file of it is missing"
+    if "error while reading array" in text:
+        return "an array of it cannot be read: a file of it is missing, cut short or overwritten"
+    return _line(error)
 
 
 def _set_aside(manager: ocp.CheckpointManager, steps: list[int]) -> None:
