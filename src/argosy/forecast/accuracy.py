@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from argosy.forecast import joint, least, surface
+from argosy.forecast import joint, least
 from argosy.forecast import points as P
 
 NOISE_LEAST = 0.003
@@ -98,6 +98,16 @@ def fit(points: P.Table, metric: str, seed: int = 0, draws: int = joint.DRAWS) -
     return best[1]
 
 
+def drawn(sigmoid: Sigmoid, points: P.Table, target: P.Table, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Accuracy of the best fit [N] and of the draws [R, N], the run's luck among them and the noise of one evaluation not."""
+    asked = replace(target, metric=(sigmoid.loss,) * len(target))
+    found = joint.fit(points, asked)
+    p = joint.parts(found, points, asked)
+    size = min(len(p.curves), len(sigmoid.theta) - 1)
+    loss = np.exp(p.curves[:size] + p.luck * rng.normal(size=(size, 1)))
+    return curve(sigmoid, sigmoid.theta[:1], np.exp(p.mean)[None])[0], curve(sigmoid, sigmoid.theta[1 : size + 1], loss)
+
+
 def predict(sigmoid: Sigmoid, points: P.Table, target: P.Table, seed: int = 2) -> dict[str, np.ndarray]:
     """Mean and bands of the target's rows through the forecast of its loss.
 
@@ -106,18 +116,17 @@ def predict(sigmoid: Sigmoid, points: P.Table, target: P.Table, seed: int = 2) -
         points: the rows of the sigmoid's loss.
         target: the accuracy's rows.
     """
-    asked = replace(target, metric=(sigmoid.loss,) * len(target))
-    found = joint.fit(points, asked)
-    s = found.setting
-    loss = np.exp(surface.log_loss(s, found.draws, found.draw_shapes, s.target))
     rng = np.random.default_rng(seed)
-    size = min(len(loss), len(sigmoid.theta) - 1)
-    loss = loss[:size] * np.exp(joint.luck(found) * rng.normal(size=(size, 1)))
-    drawn = curve(sigmoid, sigmoid.theta[1 : size + 1], loss) + sigmoid.noise * rng.normal(size=(size, 1))
-    middle = np.exp(surface.log_loss(s, found.best[None], np.array([found.shape]), s.target))
-    mean = curve(sigmoid, sigmoid.theta[:1], middle)[0]
-    bands = {name: np.clip(np.quantile(drawn, q, axis=0), 0, 1) for name, q in joint.LEVELS.items()}
+    mean, curves = drawn(sigmoid, points, target, rng)
+    noisy = curves + sigmoid.noise * rng.normal(size=(len(curves), 1))
+    bands = {name: np.clip(np.quantile(noisy, q, axis=0), 0, 1) for name, q in joint.LEVELS.items()}
     return {"mean": mean, **bands}
+
+
+def covariance(sigmoid: Sigmoid, points: P.Table, target: P.Table, seed: int = 2) -> tuple[np.ndarray, float]:
+    """Covariance [N, N] of the log accuracy between the target's rows, and the standard deviation of one evaluation on top."""
+    mean, curves = drawn(sigmoid, points, target, np.random.default_rng(seed))
+    return joint.drawn_covariance(np.log(curves)), float(sigmoid.noise / np.median(mean))
 
 
 def parameters(sigmoid: Sigmoid) -> dict[str, float | str]:

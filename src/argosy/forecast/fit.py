@@ -12,6 +12,7 @@ from argosy.forecast import points as P
 
 METHODS = ("joint", "per_fraction", "schedule")
 BANDS = ("mean", "lo50", "hi50", "lo90", "hi90")
+KNOTS, DIGITS = 20, 4  # rows of a covariance, and its digits
 NEEDED = {"N": "active_params", "D": "tokens", "C": "flops", "s": "step", "g": "steps_total"}
 
 Body = dict[str, Any]
@@ -27,7 +28,14 @@ def from_files(points: Path | str, target: Path | str, method: str = "joint", ta
     return fit(P.read(points, "POINTS"), P.read(target, "TARGET"), method, tail_correction)
 
 
-def fit(points: P.Table, target: P.Table, method: str = "joint", tail_correction: float | None = None, seed: int = 0) -> Body:
+def fit(
+    points: P.Table,
+    target: P.Table,
+    method: str = "joint",
+    tail_correction: float | None = None,
+    seed: int = 0,
+    covariance: bool = False,
+) -> Body:
     """`{"rows": [...], "fit": {"method", "parameters", "noise", "alarms"}}` for the target's rows, in their order.
 
     Args:
@@ -36,6 +44,7 @@ def fit(points: P.Table, target: P.Table, method: str = "joint", tail_correction
         method: `joint`, `per_fraction` or `schedule` (joint with every run's learning-rate path demanded).
         tail_correction: of `per_fraction`; None takes the tail rule's own mean error.
         seed: of the draws behind the bands.
+        covariance: adds `"covariance": {metric: ...}`, see `covariances`; not for `per_fraction`, which has no bands.
 
     Raises:
         ValueError: for an unknown method and for tables that make no sense.
@@ -47,6 +56,7 @@ def fit(points: P.Table, target: P.Table, method: str = "joint", tail_correction
     checked = P.check(points, target)
     out: dict[str, list[Any]] = {name: [None] * len(target) for name in (*BANDS, "reason")}
     about: Body = {"method": method, "parameters": {}, "noise": {}, "alarms": []}
+    joined: Body | None = {} if covariance else None
     if len(checked) < len(points):
         about["alarms"].append(
             alarms.alarm("repeated_rows", f"{len(points) - len(checked)} rows of POINTS repeat others and count once")
@@ -67,12 +77,36 @@ def fit(points: P.Table, target: P.Table, method: str = "joint", tail_correction
             about["parameters"][metric], about["noise"][metric] = trend.parameters(smooth), trend.noise(smooth)
             about["alarms"] += alarms.tables(own, rows, metric)
             fill(out, asked, trend.predict(smooth, rows), none(rows))
+            if joined is not None:
+                joined[metric] = covariances(asked, rows, *trend.covariance(smooth, rows), smooth.zero)
         else:
-            by_law(out, about, asked, checked, own, rows, metric, method, seed)
-    return {"rows": [row(target, out, i) for i in range(len(target))], "fit": about}
+            by_law(out, about, joined, asked, checked, own, rows, metric, method, seed)
+    body = {"rows": [row(target, out, i) for i in range(len(target))], "fit": about}
+    return body if joined is None else body | {"covariance": joined}
 
 
-def by_law(out, about, asked, points, own, rows, metric, method, seed) -> None:
+def covariances(asked: np.ndarray, rows: P.Table, matrix: np.ndarray, noise: float, zero: float = 0.0) -> Body:
+    """`{"rows": [...], "matrix": [[...]], "noise": s, "zero": z}` of one metric, at no more than `KNOTS` of its rows.
+
+    `rows` are indices into the answer's rows; `matrix` is the covariance of log(value + z) between them of all that a run has in
+    common; s the standard deviation of one evaluation on top.
+    """
+    some = knots(rows)
+    digits = [[float(f"{v:.{DIGITS}g}") for v in line] for line in matrix[np.ix_(some, some)]]
+    return {"rows": [int(i) for i in asked[some]], "matrix": digits, "noise": float(f"{noise:.{DIGITS}g}"), "zero": zero}
+
+
+def knots(rows: P.Table) -> np.ndarray:
+    """Which rows stand for all: the first, the last, and between them even steps of the cube root of progress, denser early."""
+    cells = P.derived(rows)
+    place = next((cells[name] for name in "sDC" if not np.isnan(cells[name]).any()), np.arange(len(rows)) + 1.0)
+    order = np.argsort(place, kind="stable")
+    root = np.cbrt(place[order])
+    even = np.linspace(root[0], root[-1], min(KNOTS, len(rows)))
+    return order[np.unique(np.abs(root[:, None] - even).argmin(0))]
+
+
+def by_law(out, about, joined, asked, points, own, rows, metric, method, seed) -> None:
     """Forecast a loss by the joint law, or an accuracy through a loss."""
     sigmoid = None
     if P.kind(metric) == "accuracy":
@@ -100,9 +134,13 @@ def by_law(out, about, asked, points, own, rows, metric, method, seed) -> None:
             about["parameters"][metric] |= found.setting.shapes[found.shape]._asdict()
         about["noise"][metric] = found.noise
         about["alarms"] += alarms.all_of(found, own, usable, bands, metric)
+        common = joint.covariance(found, own, usable) if joined is not None else None
     else:
         bands = accuracy.predict(sigmoid, own, usable)
         about["alarms"] += alarms.tables(own, usable, metric)
+        common = accuracy.covariance(sigmoid, own, usable) if joined is not None else None
+    if common is not None:
+        joined[metric] = covariances(asked[good], usable, *common)
     fill(out, asked[good], bands, np.array([""] * len(good)))
     bad = np.flatnonzero([bool(r) for r in reasons])
     fill(out, asked[bad], {}, reasons[bad])

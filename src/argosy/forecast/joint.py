@@ -23,6 +23,7 @@ STARTS, DRAWS = 8, 256
 KEPT_SHAPES = 6
 FEW_RUNS = 12  # up to here refits leave runs out; beyond, runs are weighted at random
 PRIOR_DOUBT = 1.4  # the priors' places are drawn this many spreads wide: they are themselves guesses
+WILD = 4.0  # robust spreads of the refits at a row: what lies beyond counts as this far
 PER_DECADE = 0.002  # of log L, for each decade of FLOPs beyond the largest run
 LEVELS = {"lo50": 0.25, "hi50": 0.75, "lo90": 0.05, "hi90": 0.95}
 
@@ -139,19 +140,53 @@ def refits(found, y, weight, offsets, theta, which, cost, rng, draws) -> Fitted:
     return found._replace(draws=drawn, draw_shapes=which[pick], left_out=left_out)
 
 
-def predict(found: Fitted, points: P.Table, target: P.Table, seed: int = 1) -> dict[str, np.ndarray]:
-    """Mean and bands of the target's rows, in the metric's unit."""
+class Parts(NamedTuple):
+    """What makes up the target's band, in log: the law, what is common to a run beyond it, and one evaluation."""
+
+    mean: np.ndarray  # of the best fit [N]
+    curves: np.ndarray  # of the refits [R, N]
+    luck: float  # spread of the run's offset
+    drift: np.ndarray  # spread of the distance in scale, common to the run [N]
+    noise: float  # scale of one evaluation's noise, Student t
+
+
+def parts(found: Fitted, points: P.Table, target: P.Table) -> Parts:
+    """What `predict` and `covariance` are made of."""
     s = found.setting
     mean = surface.log_loss(s, found.best[None], np.array([found.shape]), s.target)[0]
     curves = surface.log_loss(s, found.draws, found.draw_shapes, s.target)
+    return Parts(mean, curves, luck(found), PER_DECADE * distance(points, target), found.noise)
+
+
+def predict(found: Fitted, points: P.Table, target: P.Table, seed: int = 1) -> dict[str, np.ndarray]:
+    """Mean and bands of the target's rows, in the metric's unit."""
+    p = parts(found, points, target)
     rng = np.random.default_rng(seed)
-    beyond = distance(points, target)
-    own = rng.normal(size=(3, len(curves), 1))
-    heavy = np.sqrt(least.FREEDOM / rng.chisquare(least.FREEDOM, size=(len(curves), 1)))
-    noisy = curves + luck(found) * own[0] + found.noise * heavy * own[1] + PER_DECADE * beyond * own[2]
-    centre = np.median(curves, axis=0)
-    bands = {name: np.exp(mean + np.quantile(noisy, q, axis=0) - centre) for name, q in LEVELS.items()}
-    return {"mean": np.exp(mean), **bands}
+    own = rng.normal(size=(3, len(p.curves), 1))
+    heavy = np.sqrt(least.FREEDOM / rng.chisquare(least.FREEDOM, size=(len(p.curves), 1)))
+    noisy = p.curves + p.luck * own[0] + p.noise * heavy * own[1] + p.drift * own[2]
+    centre = np.median(p.curves, axis=0)
+    bands = {name: np.exp(p.mean + np.quantile(noisy, q, axis=0) - centre) for name, q in LEVELS.items()}
+    return {"mean": np.exp(p.mean), **bands}
+
+
+def covariance(found: Fitted, points: P.Table, target: P.Table) -> tuple[np.ndarray, float]:
+    """Covariance [N, N] of log L between the target's rows of one run, and the standard deviation of one evaluation on top.
+
+    It is of what `predict` draws: the refits' curves, the run's luck, the distance in scale. Curves far out count only as far as
+    `WILD` robust spreads.
+    """
+    p = parts(found, points, target)
+    common = drawn_covariance(p.curves)
+    return common + p.luck**2 + np.outer(p.drift, p.drift), p.noise * math.sqrt(least.FREEDOM / (least.FREEDOM - 2))
+
+
+def drawn_covariance(curves: np.ndarray) -> np.ndarray:
+    """Covariance [N, N] of drawn curves [R, N] about their median, each cut at `WILD` robust spreads."""
+    rest = curves - np.median(curves, axis=0)
+    bound = WILD * np.median(np.abs(rest), axis=0) / 0.6745
+    rest = np.clip(rest, -bound, bound)
+    return rest.T @ rest / len(rest)
 
 
 def luck(found: Fitted) -> float:

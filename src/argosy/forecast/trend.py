@@ -86,23 +86,46 @@ def fit(points: P.Table) -> Smooth:
     return Smooth(x, u, run, y, level, found.x, zero, len(names))._replace(spreads=np.append(found.x, centre))
 
 
-def predict(found: Smooth, target: P.Table) -> dict[str, np.ndarray]:
-    """Mean (of the middle of the distribution) and bands of the target's rows."""
+def posterior(found: Smooth, target: P.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Mean [N] and covariance [N, N] of the target's rows in log, without the noise of one row; runs have offsets of their own."""
     spreads, centre = found.spreads[:6], (float(found.spreads[6]), float(found.spreads[7]))
     x, u = places(target, centre)
-    noise = math.exp(2 * spreads[5])
     k = kernel(spreads, found.x, found.u, found.x, found.u, found.run[:, None] == found.run)
-    k[np.diag_indices_from(k)] += noise
+    k[np.diag_indices_from(k)] += math.exp(2 * spreads[5])
     cross = kernel(spreads, x, u, found.x, found.u, np.zeros((len(x), len(found.x))))
     factor = linalg.cho_factor(k, lower=True)
     mean = found.level + cross @ linalg.cho_solve(factor, found.y - found.level)
-    own = np.diag(kernel(spreads, x, u, x, u, np.eye(len(x))))
-    spread = np.sqrt(np.maximum(own + noise - (cross * linalg.cho_solve(factor, cross.T).T).sum(1), noise))
+    runs = np.array(target.run)
+    own = kernel(spreads, x, u, x, u, runs[:, None] == runs)
+    rest = own - cross @ linalg.cho_solve(factor, cross.T)
+    rest[np.diag_indices_from(rest)] = np.maximum(np.diag(rest), 0)
+    return mean, rest
+
+
+def wide(found: Smooth, level: int) -> float:
+    """Half the band of a level over its standard deviation: Student t with the runs' count."""
+    return float(stats.t.ppf(0.5 + level / 200, max(found.runs - 1, 2)))
+
+
+def predict(found: Smooth, target: P.Table) -> dict[str, np.ndarray]:
+    """Mean (of the middle of the distribution) and bands of the target's rows."""
+    mean, common = posterior(found, target)
+    spread = np.sqrt(np.diag(common) + noise(found) ** 2)
     out = {"mean": mean}
     for level in (50, 90):
-        half = stats.t.ppf(0.5 + level / 200, max(found.runs - 1, 2)) * spread
+        half = wide(found, level) * spread
         out[f"lo{level}"], out[f"hi{level}"] = mean - half, mean + half
     return {name: np.maximum(np.exp(np.clip(value, -600, 600)) - found.zero, 0.0) for name, value in out.items()}
+
+
+def covariance(found: Smooth, target: P.Table) -> tuple[np.ndarray, float]:
+    """Covariance [N, N] of the target's rows in log (of the value plus `found.zero`) and the standard deviation of one row on top.
+
+    Both are widened as the 90% band is, so that 1.645 of their standard deviations reach its edge.
+    """
+    _, common = posterior(found, target)
+    more = wide(found, 90) / float(stats.norm.ppf(0.95))
+    return common * more**2, noise(found) * more
 
 
 def noise(found: Smooth) -> float:
