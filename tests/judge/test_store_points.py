@@ -121,7 +121,10 @@ def test_what_is_wrong_with_a_ladder_is_named(tmp_path):
     assert "grad/norm/shared" in told["not_in_every_rung"]
     assert sum(a["code"] == "rungs_differ" for a in gathered.alarms) == 2
     assert any("data.seq_len is 256 in the hero and 128 in hero-d64" in a["message"] for a in gathered.alarms)
-    assert any("routing.capacity is bounded" in a["message"] for a in gathered.alarms)
+    assert any(
+        "routing.capacity is bounded receiver 1.15 in the hero and dropless in hero-d96" in a["message"]
+        for a in gathered.alarms
+    )
     assert all(math.isfinite(row["value"]) for row in gathered.rows)
 
 

@@ -332,8 +332,10 @@ def corpus_of(pairs: Sequence[Body], before: Body) -> str:
     return (sums.pop() if len(sums) == 1 else None) or before["identity"]["corpus_checksum"]
 
 
-def applied(forecast: Body, made: Body | None, hero: spec.Run) -> Body:
-    """A fit with all its bridges' shifts, computed again from their pairs."""
+def applied(forecast: Body, made: Body | None, hero: spec.Run) -> tuple[Body, list[Body]]:
+    """A fit with all its bridges' shifts, computed again from their pairs, and each bridge's effects, oldest first."""
+    found = []
     for one in history(made):
-        forecast = shifted(forecast, one | {"effects": effects(forecast, one, hero)})
-    return forecast
+        found.append(effects(forecast, one, hero))
+        forecast = shifted(forecast, one | {"effects": found[-1]})
+    return forecast, found

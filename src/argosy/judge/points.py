@@ -241,9 +241,7 @@ SAME = {  # what hero and rungs must share for one law to hold all of them
     "moe.experts": lambda r: r.moe.experts,
     "moe.experts_per_token": lambda r: r.moe.experts_per_token,
     "routing.balance": lambda r: r.routing.balance,
-    "routing.capacity": lambda r: r.routing.capacity,
-    "routing.receiver_capacity": lambda r: r.routing.receiver_capacity if r.routing.capacity == "bounded" else None,
-    "routing.sender_capacity": lambda r: r.routing.sender_capacity if r.routing.exchange == "pooled_wave" else None,
+    "routing.capacity": lambda r: capacity(r.routing),
     "optim.rule": lambda r: r.optim.rule,
     "optim.scaling": lambda r: r.optim.scaling,
     "optim.lr_scale": lambda r: r.optim.lr_scale,
@@ -251,6 +249,19 @@ SAME = {  # what hero and rungs must share for one law to hold all of them
     "optim.final_frac": lambda r: r.optim.final_frac,
     "model.z_loss": lambda r: r.model.z_loss,
 }
+
+
+def capacity(routing: spec.Routing) -> str:
+    """What decides drops in training.
+
+    >>> from argosy.runs import pocket
+    >>> capacity(pocket.run().routing)
+    'bounded receiver 1.15'
+    """
+    if routing.capacity != "bounded":
+        return routing.capacity
+    sender = f" sender {routing.sender_capacity:g}" if routing.exchange == "pooled_wave" else ""
+    return f"bounded receiver {routing.receiver_capacity:g}{sender}"
 
 
 def differing(hero: spec.Run, runs: dict[str, spec.Run], rungs: Sequence[dict[str, Any]]) -> list[alarms.Alarm]:

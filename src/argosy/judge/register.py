@@ -234,11 +234,6 @@ def identity(run: spec.Run, corpus_checksum: str) -> dict[str, str | int | float
     """
     o, r, d = run.optim, run.routing, run.data
     mixture = "; ".join(f"to {p.until_frac:g}: " + ", ".join(f"{n} {w:g}" for n, w in p.weights) for p in d.phases)
-    drops = f"{r.exchange} {r.capacity}"
-    if r.capacity == "bounded":
-        drops += f" receiver {r.receiver_capacity:g}" + (
-            f" sender {r.sender_capacity:g}" if r.exchange == "pooled_wave" else ""
-        )
     schedule = f"{o.rule} {o.scaling} x{o.lr_scale:g}, horizon {o.horizon_tokens:,} tokens, warm-up"
     schedule += f" {scaling.rates(run).warmup_steps:,} updates, linear to {o.final_frac:g}"
     schedule += "" if o.decay == "none" else f", decay {o.decay} {o.decay_peak:g}"
@@ -252,7 +247,7 @@ def identity(run: spec.Run, corpus_checksum: str) -> dict[str, str | int | float
         "schedule": schedule,
         "batch": spec.tokens_per_step(run),
         "updates": spec.steps(run),
-        "drops": drops,
+        "drops": f"{r.exchange} {tables.capacity(r)}",
         "evaluation": f"{d.corpus}, {run.evals.tokens_per_set:,} tokens of each set, dropless",
     }
 

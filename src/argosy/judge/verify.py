@@ -39,7 +39,8 @@ def verify(path: Path, say: Say = lambda _: None) -> Body:
     differs: list[Body] = []
     try:
         problems += consistent(body)
-        differs = compared(body["forecast"], refitted(body, say))
+        again, differs = refitted(body, say)
+        differs += compared(body["forecast"], again)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         problems.append(f"numbers: the data inside cannot be fitted: {type(error).__name__}: {error}")
     if differs:
@@ -99,12 +100,18 @@ def consistent(body: Body) -> list[str]:
     return wrong
 
 
-def refitted(body: Body, say: Say) -> Body:
-    """The forecast again, from the data inside."""
-    again = register.fit_rows(
-        body["data"]["points"], body["data"]["target"], body["method"], body["seed"], covariance=True, say=say
-    )
-    return bridge.applied(again, body.get("bridge"), spec.from_json(body["hero"]))
+def refitted(body: Body, say: Say) -> tuple[Body, list[Body]]:
+    """The forecast again, from the data inside, and what differs of the effects of its bridges."""
+    points, asked, made = body["data"]["points"], body["data"]["target"], body.get("bridge")
+    plain = register.fit_rows(points, asked, body["method"], body["seed"], covariance=True, say=say)
+    again, effects = bridge.applied(plain, made, spec.from_json(body["hero"]))
+    differs = [
+        {"metric": metric, "what": "effect", "registered": "as in the file", "refitted": "another"}
+        for one, found in zip(bridge.history(made), effects, strict=True)
+        for metric in sorted(one["effects"].keys() | found.keys())
+        if not same(one["effects"].get(metric), found.get(metric), TOLERANCE)
+    ]
+    return again, differs
 
 
 def compared(registered: Body, again: Body) -> list[Body]:
