@@ -54,9 +54,11 @@ def test_every_recipe_is_planned_in_words_and_in_json(capsys, name):
 
 
 def test_the_inverse(capsys):
-    status, out, _ = call(capsys, "plan", "--chip", "h100", "--chips", "512", "--days", "90", "--json")
+    status, out, _ = call(capsys, "plan", "--chip", "h100", "--chips", "512", "--days", "90", "--price", "2", "--json")
     body = json.loads(out)
     assert status == 0
+    cost = body["proposal"]["plan"]["cost"]
+    assert cost["money"] == 2 * cost["chip_hours"] > 0
     assert body["proposal"]["plan"]["time"]["days"] <= 90
     assert body["smaller"]["plan"]["params"]["active"] < body["proposal"]["plan"]["params"]["active"]
 
@@ -75,6 +77,12 @@ def test_choices_of_memory_in_words_and_in_json(capsys):
     assert (status, again["set"], again["asked"]) == (0, [], found["chosen"])
 
 
+def test_choices_of_memory_where_none_fits_are_status_one(capsys):
+    status, out, _ = call(capsys, "plan", "marin-535b", "--set", "compute.chip=a100", "--fit")
+    assert status == 1
+    assert "nothing fits: the smallest misses by" in out and "nearest: " in out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -84,6 +92,8 @@ def test_choices_of_memory_in_words_and_in_json(capsys):
         (["plan", "pocket", "--fit", "--price", "2"], ["takes a recipe and --set alone"]),
         (["plan", "pocket", "--fit", "--drops-from", "pocket"], ["takes a recipe and --set alone"]),
         (["plan", "--chip", "h100", "--chips", "8", "--days", "9", "--drops-from", "pocket"], ["not both"]),
+        (["plan", "--chip", "h100", "--chips", "8", "--days", "9", "--seed", "1"], ["whole run", "leave them out"]),
+        (["plan", "--chip", "h100", "--chips", "8", "--days", "9", "--deadline", "9"], ["whose deadline is --days"]),
         (["plan", "poket"], ["unknown recipe 'poket'", "pocket"]),
         (["plan"], ["needs a recipe", "pocket"]),
         (["plan", "pocket", "--chip", "h100"], ["not both"]),

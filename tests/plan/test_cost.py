@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from argosy import spec
 from argosy.plan import cost, hardware, memory, work
 from argosy.runs import marin_535b, pocket
 from argosy.spec import Mesh, Run
@@ -172,6 +173,15 @@ def test_leaving_the_domain_costs():
     inside, outside = (meshed(marin_535b.rung(1536), 1, 64, 16, chip) for chip in ("gb200", "b200"))
     seconds = [next(r for r in cost.resources(run) if r.name == "expert all-to-all").step_s for run in (inside, outside)]
     assert seconds[1] > 5 * seconds[0]
+
+
+def test_dropless_traffic_is_named_for_what_it_is():
+    """Fails when tokens that are gathered over the ranks are called an all-to-all."""
+    names = [
+        {r.name for r in cost.resources(spec.override(marin_535b.run(), [f"routing.capacity={c}"]))}
+        for c in ("bounded", "dropless")
+    ]
+    assert names[0] - names[1] == {"expert all-to-all"} and names[1] - names[0] == {"tokens gathered"}
 
 
 def test_money_is_chip_hours_times_price():
