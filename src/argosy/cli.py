@@ -552,6 +552,21 @@ def telling() -> Iterator[Callable[[str], None]]:
 
 
 @app.command
+def diagnose(name: Name, /, home: Path = HOME, json: Json = False) -> None:
+    """Why a run left its registered forecast: data, routing, optimizer or implementation, and what would tell them apart.
+
+    Args:
+        name: The hero, e.g. pocket.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import diagnose as diagnosing
+
+    found = diagnosing.diagnose(home, name)
+    emit(found) if json else console().print(diagnosing.show(found))
+
+
+@app.command
 def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str = "127.0.0.1", home: Path = HOME) -> None:
     """Serve the page of the runs under a home until interrupted.
 
@@ -760,6 +775,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "data",
         "ladder",
         "forecast",
+        "diagnose",
         "serve",
         "runs",
         "show",
