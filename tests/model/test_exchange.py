@@ -303,7 +303,10 @@ def plain_block(p, x, valid, bias, moe):
     return y
 
 
-@pytest.mark.parametrize("changes", [[], ["moe.latent=none", "moe.shared_experts=0"], ["moe.experts_per_token=8"]])
+@pytest.mark.parametrize(
+    "changes",
+    [[], ["moe.latent=none", "moe.shared_experts=0"], pytest.param(["moe.experts_per_token=8"], marks=pytest.mark.slow)],
+)
 def test_block_equals_plain(pocket, changes):
     run = run_of(pocket, *changes, "routing.capacity=dropless")
     bias = 0.3 * normal(5, 8)
@@ -359,7 +362,9 @@ def test_evaluations_drop_nothing_where_training_drops(pocket):
 
 
 @pytest.mark.parametrize(
-    "where", [[], [*WITH_EXPERT, "routing.exchange=pooled_wave", "routing.waves=2"]], ids=["local", "pooled_wave"]
+    "where",
+    [[], pytest.param([*WITH_EXPERT, "routing.exchange=pooled_wave", "routing.waves=2"], marks=pytest.mark.slow)],
+    ids=["local", "pooled_wave"],
 )
 def test_bf16_follows_fp32(pocket, where):
     room = ["routing.sender_capacity=2", "routing.receiver_capacity=8"] if where else []

@@ -160,7 +160,9 @@ def check(case, ranks, choice, capacity="bounded"):
     return int(sender.sum()), int(receiver.sum())
 
 
-@pytest.mark.parametrize(("ranks", "waves"), [(1, 3), (2, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "waves"), [(1, 3), (4, 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(2, 1), (8, 3)])]
+)
 def test_with_room_for_all_it_equals_dense(ranks, waves):
     choice = tuned(waves, sender_capacity=float(ranks), receiver_capacity=float(E))
     for case in ROUTINGS:
@@ -175,7 +177,7 @@ def test_room_ends_where_nothing_more_can_come():
         assert check(case, 4, choice) == (0, 0), case
 
 
-@pytest.mark.parametrize(("ranks", "waves"), [(4, 3), (8, 2)])
+@pytest.mark.parametrize(("ranks", "waves"), [pytest.param(4, 3, marks=pytest.mark.slow), (8, 2)])
 def test_without_room_it_equals_dense_without_the_refused(ranks, waves):
     """Which are refused is told by `simulated`; both kinds occur."""
     choice = tuned(waves, sender_capacity=0.9, receiver_capacity=0.8)

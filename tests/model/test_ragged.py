@@ -202,7 +202,8 @@ def assert_ledger(book, valid, keep):
 
 @pytest.mark.parametrize(
     ("replicas", "ranks", "waves", "factor", "drops"),
-    [(1, 1, 2, 2, 0), (1, 2, 1, 2, 0), (2, 4, 2, 8, 0), (1, 8, 1, 8, 0), (1, 8, 2, 0.9, 1), (2, 2, 2, 0.8, 1)],
+    [(1, 1, 2, 2, 0), (2, 4, 2, 8, 0), (1, 8, 2, 0.9, 1)]
+    + [pytest.param(*c, marks=pytest.mark.slow) for c in [(1, 2, 1, 2, 0), (1, 8, 1, 8, 0), (2, 2, 2, 0.8, 1)]],
 )
 def test_equals_dense_without_the_dropped_assignments(replicas, ranks, waves, factor, drops):
     """Output, every gradient and every shard's ledger; with capacity for all of it nothing is dropped."""

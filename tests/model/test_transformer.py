@@ -108,13 +108,8 @@ def test_every_position_sees_only_its_past():
     np.testing.assert_array_equal(before[:, :20], after[:, :20])
 
 
-FAST = ("moe.latent=none",)  # the others compile for a minute together
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in ["routing.balance=quantile", *CHOICES]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["routing.balance=quantile", *CHOICES])
 def test_every_named_choice_has_a_finite_loss_and_gradient(choice):
     run = small(choice)
     value, grads = evaluate(run, jax.value_and_grad(mean_loss), documents(run))
