@@ -6,12 +6,15 @@ Noise is a function of (seed, run, metric kind, step): a hero that is written in
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from argosy import spec
+from argosy.forecast import joint
 from argosy.judge import ladders
 from argosy.judge import points as P
 from argosy.plan import flops
@@ -166,3 +169,8 @@ def voyage(
     if hero_until:
         sail(home, name, hero, hero_until, excess=excess, fault=fault, seed=seed, **more)
     return hero
+
+
+def quick(patch: pytest.MonkeyPatch) -> None:
+    """Fewer refits behind the bands, where a test is not about their width."""
+    patch.setattr(joint, "fit", partial(joint.fit, draws=32))

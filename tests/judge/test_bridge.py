@@ -33,6 +33,13 @@ def mixed(run):
     return replace(run, data=replace(run.data, phases=phases))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        synthetic.quick(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     home = tmp_path_factory.mktemp("bridged")

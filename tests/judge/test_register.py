@@ -24,6 +24,13 @@ def few(name, done, row):
     return {k: v for k, v in row.items() if k in KEPT}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        synthetic.quick(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     home = tmp_path_factory.mktemp("registered")
@@ -151,8 +158,8 @@ def test_a_hero_that_has_begun_no_update_is_not_late(home, no_fit):
 
 
 def test_clocks_that_go_backwards_are_refused(home, no_fit, monkeypatch):
-    now = time.time()
-    monkeypatch.setattr(register.time, "time", lambda: now - 30)
+    now = register.newest(home, "hero")["created_s"]
+    monkeypatch.setattr(register.time, "time", lambda: now - 1)
     with pytest.raises(ValueError, match="successor cannot be older"):
         register.register(home, "hero", reason="again")
     shutil.rmtree(home / "forecasts")

@@ -128,8 +128,8 @@ def compared(registered: Body, again: Body) -> list[Body]:
         old, new = registered.get("covariance", {}).get(metric), again["covariance"].get(metric)
         if not alike(old, new):
             out.append({"metric": metric, "what": "covariance", "registered": "as in the file", "refitted": "another"})
-    for part in ("parameters", "noise"):
-        old, new = registered["fit"][part], again["fit"][part]
+    for part in ("parameters", "noise", "backtest"):
+        old, new = registered["fit"].get(part, {}), again["fit"][part]
         out += [
             {"metric": m, "what": part, "registered": old.get(m), "refitted": new.get(m)}
             for m in sorted(old.keys() | new.keys())
