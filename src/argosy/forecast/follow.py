@@ -1,0 +1,268 @@
+"""A registered forecast followed by what was measured: the update of the rest, and lasting shifts of level.
+
+One metric, in y = log(value + zero). Before the run
+
+    y(t) = m(t) + u(t) + d(t) + steps(t) + noise
+
+m is the registered mean, u has the registered covariance (law, luck, distance), d is a slow error of the law that no registered
+row knows of, a step begins at one evaluation and stays. Given its weights the noise is normal, so that everything is one
+Gaussian conditioning; the weight of an evaluation falls with its distance from its neighbours, so that one bad evaluation moves
+nothing and two that agree do. Between registered rows mean and covariance are linear in the logarithm of progress.
+
+Whether there is a step is asked of its Bayes factor against none, averaged over where it may begin (every evaluation of the run
+alike) and how large it is. With the model true, the chance that it ever in a run passes 1/p is at most p (Ville's inequality;
+Shiryaev and Roberts' statistic): that is what `CERTAIN` and `SURE` mean.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+FREEDOM = 4.0  # of the noise's Student t, as in `joint`
+DRIFT, DRIFT_LENGTH = 0.5, 1.5  # spread over the registered spread, and e-folds of progress over which it bends
+NEIGHBOURS = 2  # on each side, against whose median an evaluation is weighed
+SIZE = 0.5  # spread of a step over half the 90% band
+CERTAIN, SURE = 1 / 0.05, 1 / 0.001  # Bayes factors of a step that is told, and of one that ends the run
+AFTER, AFTER_SURE = 2, 3  # evaluations that a step must have lasted
+STEPS = 4  # most steps in one curve
+REAL = 2.0  # standard deviations that the sum of all steps must be away from 0
+MOST, NEWEST = 256, 64  # evaluations that are looked at; of those before the newest, evenly many
+NORMAL50, NORMAL90 = 0.6744897501960817, 1.6448536269514722
+FIRST_GUESS = 10  # evaluations that the registered noise counts for against the curve's own
+
+
+class Registered(NamedTuple):
+    """One metric's registered forecast in log(value + zero); progress is the finished share of the run, rising."""
+
+    progress: np.ndarray  # of the forecast rows [N]
+    mean: np.ndarray  # [N]
+    low: np.ndarray  # of the 90% band [N]
+    high: np.ndarray
+    knots: np.ndarray  # progress of the covariance's rows [K]
+    covariance: np.ndarray  # [K, K]
+    noise: float  # standard deviation of one evaluation
+    zero: float = 0.0
+
+
+class Step(NamedTuple):
+    """A lasting shift of level: which evaluation it begins with, how much in log now, its standard deviation, its Bayes factor."""
+
+    begins: int
+    size: float
+    spread: float
+    odds: float
+
+
+class Followed(NamedTuple):
+    """What a curve so far says; all in log(value + zero)."""
+
+    residual: np.ndarray  # of each evaluation from the registered mean [T]
+    widths: np.ndarray  # how far beyond the 90% band, in halves of it; negative below, 0 inside [T]
+    innovation: np.ndarray  # standardised errors of predicting each evaluation from those before [T]
+    weight: np.ndarray  # what each evaluation counts for, 1 or less [T]
+    steps: tuple[Step, ...]
+    shift: float  # sum of the steps, 0 without any
+    shift_spread: float
+    mean: np.ndarray  # the updated forecast at the registered rows [N]
+    spread: np.ndarray  # its standard deviation without one evaluation's noise [N]
+    noise: float
+
+
+def at(progress: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Weights [T, N] that read values at `known` progress at other places, linear in log, constant outside.
+
+    >>> at(np.array([0.1, 0.2]), np.array([0.1, 0.4])).tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    x, k = np.log(progress), np.log(known)
+    upper = np.clip(np.searchsorted(k, x, "right"), 1, max(len(k) - 1, 1))
+    out = np.zeros((len(x), len(k)))
+    if len(k) == 1:
+        return out + 1.0
+    share = np.clip((x - k[upper - 1]) / (k[upper] - k[upper - 1]), 0, 1)
+    rows = np.arange(len(x))
+    out[rows, upper - 1], out[rows, upper] = 1 - share, share
+    return out
+
+
+def drift(a: np.ndarray, b: np.ndarray, spread: float) -> np.ndarray:
+    """Covariance of the slow error at two lists of progress: Matérn 3/2 in log progress."""
+    distance = math.sqrt(3) * np.abs(np.log(a)[:, None] - np.log(b)) / DRIFT_LENGTH
+    return spread**2 * (1 + distance) * np.exp(-distance)
+
+
+def scale_of(known: Registered, residual: np.ndarray) -> float:
+    """The scale of the noise: the registered one, or more where second differences of the curve say so."""
+    scale = known.noise / math.sqrt(FREEDOM / (FREEDOM - 2))
+    if len(residual) < 5:
+        return scale
+    own = float(np.median(np.abs(np.diff(residual, 2)))) / (0.6745 * math.sqrt(6))
+    count = len(residual) - 2
+    return scale * math.sqrt(max(1.0, (FIRST_GUESS + count * (own / scale) ** 2) / (FIRST_GUESS + count)))
+
+
+def weights(residual: np.ndarray, scale: float) -> np.ndarray:
+    """What each evaluation counts for: 1 near the median of its neighbours and itself, falling with the square of the distance."""
+    padded = np.pad(residual, NEIGHBOURS, constant_values=math.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
+    apart = (residual - np.nanmedian(windows, axis=1)) / scale
+    return np.minimum(1.0, (FREEDOM + 1) / (FREEDOM + apart**2))
+
+
+def evidence(inverse: np.ndarray, residual: np.ndarray, spread: float) -> np.ndarray:
+    """log Bayes factor of a step of this spread that begins with each evaluation, against none; `inverse` is of the covariance."""
+    pull = np.cumsum((inverse @ residual)[::-1])[::-1]
+    tail = np.cumsum(np.cumsum(inverse[::-1, ::-1], axis=0), axis=1)
+    strength = np.diag(tail)[::-1]
+    return pull**2 / (strength + spread**-2) / 2 - np.log1p(spread**2 * strength) / 2
+
+
+def thinned(count: int) -> np.ndarray:
+    """Which of many evaluations are looked at: the newest, and evenly spread ones before."""
+    if count <= MOST:
+        return np.arange(count)
+    old = np.linspace(0, count - NEWEST - 1, MOST - NEWEST).round().astype(int)
+    return np.concatenate([old, np.arange(count - NEWEST, count)])
+
+
+def follow(known: Registered, progress: np.ndarray, value: np.ndarray) -> Followed:
+    """The registered forecast given the evaluations so far.
+
+    Args:
+        known: what was registered.
+        progress: of the evaluations, rising, none before the first registered row [T]; T may be 0.
+        value: what was measured, finite, in the metric's unit [T].
+
+    Raises:
+        ValueError: for progress that does not rise or lies before the first row, and for values that have no logarithm.
+    """
+    checked(known, progress, value)
+    place = at(progress, known.progress)
+    y = np.log(value + known.zero)
+    residual = y - place @ known.mean
+    high, low = place @ known.high - place @ known.mean, place @ known.mean - place @ known.low
+    widths = np.maximum(residual - high, 0) / high - np.maximum(-residual - low, 0) / low
+    scale = scale_of(known, residual)
+    weight = weights(residual, scale) if len(y) else np.zeros(0)
+    slow = DRIFT * float(np.sqrt(np.diag(known.covariance).mean()))
+
+    seen = thinned(len(y))
+    g, r = progress[seen], residual[seen]
+    reads, reads_rows = at(g, known.knots), at(known.progress, known.knots)
+    base = reads @ known.covariance @ reads.T + drift(g, g, slow) + np.diag(scale**2 / weight[seen])
+    cross = reads_rows @ known.covariance @ reads.T + drift(known.progress, g, slow)
+    own = np.einsum("nk,kl,nl->n", reads_rows, known.covariance, reads_rows) + slow**2
+    size = max(SIZE * float(np.mean((known.high - known.low) / 2)), 3 * scale)
+    expected = len(r) / max(float(g[-1] - g[0] + (g[-1] - g[0]) / max(len(g) - 1, 1)), 1e-9) if len(r) > 1 else 1.0
+    begins, odds = search(base, r, size, max(expected, len(r)))
+    stairs = (np.arange(len(r))[:, None] >= np.array(begins, int)).astype(float)  # [T, steps]
+    later = (known.progress[:, None] >= g[np.array(begins, int)]).astype(float) if begins else np.zeros((len(own), 0))
+    inverse = np.linalg.inv(base + size**2 * stairs @ stairs.T)
+    cross = cross + size**2 * later @ stairs.T
+    mean = known.mean + cross @ inverse @ r
+    spread = np.sqrt(np.maximum(own + size**2 * later.sum(1) - np.einsum("nt,tu,nu->n", cross, inverse, cross), 0))
+    heights = size**2 * stairs.T @ inverse @ r
+    joint = size**2 * np.eye(len(begins)) - size**4 * stairs.T @ inverse @ stairs
+    steps = tuple(
+        Step(int(seen[b]), float(h), math.sqrt(max(float(v), 0)), o)
+        for b, h, v, o in zip(begins, heights, np.diag(joint), odds, strict=True)
+    )
+    innovation = np.full(len(y), math.nan)
+    if len(r):
+        innovation[seen] = np.linalg.solve(np.linalg.cholesky(base), r)
+    total = math.sqrt(max(float(joint.sum()), 0)) if begins else 0.0
+    return Followed(residual, widths, innovation, weight, steps, float(heights.sum()), total, mean, spread, known.noise)
+
+
+def search(base: np.ndarray, residual: np.ndarray, size: float, expected: float) -> tuple[list[int], list[float]]:
+    """Where steps begin, in order of time, and their Bayes factors: the likeliest first, then another beside it, and so on."""
+    begins: list[int] = []
+    odds: list[float] = []
+    k = base.copy()
+    while len(begins) < STEPS and len(residual) > AFTER:
+        found = evidence(np.linalg.inv(k), residual, size)
+        found[0] = -np.inf  # from the first on is no step
+        found[len(residual) - AFTER + 1 :] = -np.inf
+        factor = float(np.exp(np.minimum(found, 600)).sum()) / expected
+        if factor < CERTAIN:
+            break
+        best = int(found.argmax())
+        begins.append(best)
+        odds.append(factor)
+        stair = (np.arange(len(residual)) >= best).astype(float)
+        k += size**2 * np.outer(stair, stair)
+    order = np.argsort(begins)
+    return [begins[i] for i in order], [odds[i] for i in order]
+
+
+def checked(known: Registered, progress: np.ndarray, value: np.ndarray) -> None:
+    """Raises ValueError for a curve that cannot be followed."""
+    if len(progress) != len(value):
+        raise ValueError(f"{len(progress)} places and {len(value)} values; each evaluation has one of both")
+    if (np.diff(progress) <= 0).any():
+        raise ValueError("evaluations must be in order of progress, each place once")
+    if len(progress) and progress[0] < known.progress[0] * (1 - 1e-6):
+        raise ValueError(
+            f"an evaluation at {progress[0]:.2%} of the run comes before the first forecast row, {known.progress[0]:.2%}; leave it out"
+        )
+    if not (np.isfinite(value).all() and (value + known.zero > 0).all()):
+        raise ValueError("values must be finite and above 0; judge those that are not apart")
+
+
+class Reading(NamedTuple):
+    """A verdict on one curve: the word, which evaluation it holds since (None where it always did), and why."""
+
+    word: str
+    since: int | None
+    why: str  # band, shift or "" where on track
+
+
+def read(known: Registered, found: Followed, better: int) -> Reading:
+    """The verdict `ahead`, `on track`, `behind` or `off` on a curve.
+
+    Args:
+        known: what was registered.
+        found: of `follow`.
+        better: 1 where lower is better, -1 where higher is, 0 where neither is: then `off` to either side, and nothing else.
+    """
+    if not len(found.widths):
+        return Reading("on track", None, "")
+    beyond = found.widths if better >= 0 else -found.widths
+    size, half = better * found.shift, float(np.mean((known.high - known.low) / 2))
+    real = abs(found.shift) > max(REAL * found.shift_spread, found.noise / 2)
+    far = np.abs(beyond) > 1 if better == 0 else beyond > 1
+    readings = []
+    if (since := lasting(far)) is not None:
+        readings.append(Reading("off", since, "band"))
+    if not better:
+        return readings[0] if readings else Reading("on track", None, "")
+    begins = began(found.steps) if real else None
+    if begins is not None and size > half and max(s.odds for s in found.steps) > SURE and len(beyond) - begins >= AFTER_SURE:
+        readings.append(Reading("off", begins, "shift"))
+    if (since := lasting(beyond > 0)) is not None:
+        readings.append(Reading("behind", since, "band"))
+    if begins is not None and size > 0:
+        readings.append(Reading("behind", begins, "shift"))
+    if (since := lasting(beyond < 0)) is not None:
+        readings.append(Reading("ahead", since, "band"))
+    if begins is not None and size < 0:
+        readings.append(Reading("ahead", begins, "shift"))
+    return readings[0] if readings else Reading("on track", None, "")
+
+
+def lasting(there: np.ndarray) -> int | None:
+    """Since which evaluation something holds without a break, if it does at the last two."""
+    if len(there) < 2 or not there[-2:].all():
+        return None
+    gaps = np.flatnonzero(~there)
+    return int(gaps[-1]) + 1 if gaps.size else 0
+
+
+def began(steps: tuple[Step, ...]) -> int | None:
+    """With which step the present sum of all steps got its sign."""
+    if not steps:
+        return None
+    sums = np.cumsum([s.size for s in steps])
+    other = np.flatnonzero(np.sign(sums) != np.sign(sums[-1]))
+    return steps[int(other[-1]) + 1 if other.size else 0].begins
