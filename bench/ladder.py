@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from argosy.forecast import points as P
-from argosy.judge import points, register
+from argosy.judge import fits, points, register
 
 GROUPS = {
     "headline": lambda m: m.endswith("macro_bpb"),
@@ -59,7 +59,7 @@ def score(rows, method):
     """What one metric's hold-out comes to."""
     small, top = split(rows)
     asked = [{k: v for k, v in r.items() if k not in ("value", "purpose")} for r in top]
-    found = register.fit_rows(small, asked, method, register.SEED, say=lambda _: None)["rows"]
+    found = fits.fit_rows(small, asked, method, register.SEED, say=lambda _: None)["rows"]
     actual = np.array([r["value"] for r in top])
     mean = np.array([math.nan if f["mean"] is None else f["mean"] for f in found])
     lo, hi = (np.array([math.nan if f["mean"] is None or f[b] is None else f[b] for f in found]) for b in ("lo90", "hi90"))

@@ -12,7 +12,7 @@ import pytest
 import synthetic
 
 from argosy import cli, spec
-from argosy.judge import ladders, points, register, verify
+from argosy.judge import fits, ladders, points, register, verify
 from argosy.runs import pocket
 
 HEADLINE = "eval_dropless/stdlib/macro_bpb"
@@ -49,7 +49,8 @@ def home(made, tmp_path):
 def no_fit(monkeypatch, made):
     """Fits as they came out for the ladder, where a test is about the file alone."""
     forecast = json.dumps(made[2]["forecast"])
-    monkeypatch.setattr(register, "fit_rows", lambda *_, **__: json.loads(forecast))
+    for module in (register, fits):
+        monkeypatch.setattr(module, "fit_rows", lambda *_, **__: json.loads(forecast))
 
 
 def changed(path, old, new, rehash):

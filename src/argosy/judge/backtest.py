@@ -97,24 +97,3 @@ def stretched(row: Body, by: float, zero: float) -> Body:
         at = middle + by * (math.log(max(row[name] + zero, 1e-300)) - middle)
         out[name] = max(math.exp(min(at, 600.0)) - zero, 0.0)
     return out
-
-
-def scaled(found: Body, metric: str, name: str, times: float) -> Body:
-    """A metric's fit as that of another one whose values are so many times as large."""
-    rows = []
-    for row in found["rows"]:
-        bands = {key: row[key] * times for key in fitting.BANDS if row[key] is not None}
-        rows.append(row | bands | {"metric": name})
-    fit = found["fit"]
-    told = [alarm | {"message": alarm["message"].replace(f"{metric}:", f"{name}:", 1)} for alarm in fit["alarms"]]
-    about = {
-        **fit,
-        "parameters": {name: {"as": metric, "times": times}},
-        "noise": {name: fit["noise"].get(metric)},
-        "backtest": {name: fit["backtest"].get(metric)},
-        "alarms": told,
-    }
-    out = {"rows": rows, "fit": about}
-    if block := found.get("covariance", {}).get(metric):
-        out["covariance"] = {name: block | {"zero": block.get("zero", 0.0) * times}}
-    return out

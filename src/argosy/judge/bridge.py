@@ -18,7 +18,7 @@ from scipy import stats
 from argosy import spec
 from argosy.judge import points as tables
 from argosy.judge import register
-from argosy.judge.register import Body, Say
+from argosy.judge.fits import Body, Say
 from argosy.track import log as logs
 
 TRANSFER = 0.3  # of the effect, for each decade of FLOPs: prior spread of how it changes with size

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from argosy import spec
 from argosy.forecast import points as P
+from argosy.judge import fits, register
 from argosy.judge import points as tables
-from argosy.judge import register
-from argosy.judge.register import Body, Say
+from argosy.judge.fits import Body, Say
 from argosy.track import metrics as known
 
 
@@ -24,9 +24,7 @@ def of_store(home: Path, name: str, method: str = "joint", say: Say = lambda _: 
     """
     gathered = tables.gather(home, name)
     register.enough(gathered, name)
-    found = register.fit_rows(
-        gathered.rows, tables.asked(gathered.hero, name, gathered.metrics), method, register.SEED, say=say
-    )
+    found = fits.fit_rows(gathered.rows, tables.asked(gathered.hero, name, gathered.metrics), method, register.SEED, say=say)
     found["fit"]["alarms"] = gathered.alarms + found["fit"]["alarms"]
     return {"name": name, "headline": known.macro_bpb(gathered.metrics), "ladder": gathered.rungs, **found}
 

@@ -9,19 +9,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from argosy import spec
-from argosy.forecast import fit as fitting
 from argosy.forecast import points as P
 from argosy.forecast import surface
-from argosy.judge import backtest
 from argosy.judge import points as tables
+from argosy.judge.fits import Body, Say, fit_rows
 from argosy.plan import scaling
 from argosy.track import layout, provenance
 from argosy.track import log as logs
@@ -30,9 +28,6 @@ FORMAT = 1
 LEAST_SIZES = 3
 CLOCK_S = 60.0  # machines of one house differ by less
 SEED = 0
-
-Body = dict[str, Any]
-Say = Callable[[str], None]
 
 
 def folder_of(home: Path, name: str) -> Path:
@@ -251,53 +246,6 @@ def identity(run: spec.Run, corpus_checksum: str) -> dict[str, str | int | float
         "drops": f"{r.exchange} {tables.capacity(r)}",
         "evaluation": f"{d.corpus}, {run.evals.tokens_per_set:,} tokens of each set, dropless",
     }
-
-
-def fit_rows(points: list[Body], asked: list[Body], method: str, seed: int, *, covariance: bool = False, say: Say) -> Body:
-    """`fit.fit` metric by metric, told as it goes: rows in the target's order, `fit` and `covariance` of all metrics.
-
-    Bands are widened where the points, without their largest size, do not forecast it: `backtest`, in `fit.backtest`. A set's nats per
-    token are its bits per byte times a constant: one of them is fitted.
-
-    Raises:
-        ValueError: as `fit.fit` does.
-    """
-    about: Body = {"method": method, "parameters": {}, "noise": {}, "backtest": {}, "alarms": []}
-    whole: Body = {"rows": [], "fit": about, "covariance": {}}
-    metrics = list(dict.fromkeys(row["metric"] for row in asked))
-    done: dict[str, Body] = {}
-    for k, metric in enumerate(metrics, 1):
-        say(f"fitting {k} of {len(metrics)}: {metric}")
-        if method == "per_fraction" and P.kind(metric) != "loss":
-            continue
-        own = [row for row in points if row["metric"] == metric]
-        other = metric.removesuffix("/loss") + "/bpb"
-        times = constant(own, [row for row in points if row["metric"] == other]) if other in done else None
-        if times is not None:
-            found = backtest.scaled(done[other], other, metric, times)
-        else:
-            rows = P.of_rows([row for row in asked if row["metric"] == metric], "TARGET")
-            found = fitting.fit(P.of_rows(own), rows, method, seed=seed, covariance=covariance)
-            tested = backtest.backtest(own, method, seed)
-            found = backtest.widened(found, metric, tested)
-            found["fit"]["backtest"] = {metric: tested}
-        done[metric] = found
-        for name, block in found.get("covariance", {}).items():
-            whole["covariance"][name] = block | {"rows": [len(whole["rows"]) + i for i in block["rows"]]}
-        whole["rows"] += found["rows"]
-        for part in ("parameters", "noise", "backtest"):
-            about[part] |= found["fit"][part]
-        about["alarms"] += found["fit"]["alarms"]
-    return whole if covariance else {key: value for key, value in whole.items() if key != "covariance"}
-
-
-def constant(a: list[Body], b: list[Body]) -> float | None:
-    """What b's values times give a's, row by row; None where that is no constant."""
-    if [(r["run"], r["step"]) for r in a] != [(r["run"], r["step"]) for r in b] or not a:
-        return None
-    ratios = np.array([x["value"] / y["value"] if y["value"] else np.nan for x, y in zip(a, b, strict=True)])
-    middle = float(np.median(ratios))
-    return middle if bool((np.abs(ratios / middle - 1) < 1e-6).all()) else None
 
 
 def all_of(home: Path, name: str) -> list[Body]:

@@ -6,9 +6,9 @@ from typing import Any
 
 from argosy import spec
 from argosy.forecast import fit as fitting
-from argosy.judge import bridge, register
+from argosy.judge import bridge, fits, register
 from argosy.judge import points as tables
-from argosy.judge.register import Body, Say
+from argosy.judge.fits import Body, Say
 
 # Of every number. The fit is deterministic on one machine; another library of linear algebra sums in another order.
 TOLERANCE = 1e-6
@@ -103,7 +103,7 @@ def consistent(body: Body) -> list[str]:
 def refitted(body: Body, say: Say) -> tuple[Body, list[Body]]:
     """The forecast again, from the data inside, and what differs of the effects of its bridges."""
     points, asked, made = body["data"]["points"], body["data"]["target"], body.get("bridge")
-    plain = register.fit_rows(points, asked, body["method"], body["seed"], covariance=True, say=say)
+    plain = fits.fit_rows(points, asked, body["method"], body["seed"], covariance=True, say=say)
     again, effects = bridge.applied(plain, made, spec.from_json(body["hero"]))
     differs = [
         {"metric": metric, "what": "effect", "registered": "as in the file", "refitted": "another"}
