@@ -443,6 +443,25 @@ def fit(
 
 
 @forecast.command
+def plot(name: Name, /, metric: str = "", out: Path | None = None, home: Path = HOME, json: Json = False) -> None:
+    """A registered forecast as a picture: the ladder, the hero's bands, what was measured, what it is now expected to end at.
+
+    Args:
+        name: The hero's name in the store.
+        metric: A metric of the forecast; the mean of held-out bits per byte by default.
+        out: The file to write, .png, .pdf or .svg; NAME-forecast.png by default.
+        home: Where runs, ladders and forecasts live (or ARGOSY_HOME).
+        json: Print what the page draws as JSON alone; a picture only with --out.
+    """
+    from argosy.judge import plot as plotting
+
+    written = None
+    if out is not None or not json:
+        written = plotting.save(plotting.picture(home, name, metric), out or Path(f"{name}-forecast.png"))
+    emit(plotting.page(home, name)) if json else print(f"wrote {written}")
+
+
+@forecast.command
 def register(
     name: Name,
     /,
@@ -705,6 +724,23 @@ def compare(
 
     found = comparing.compare(a, b, home, floor=floor, with_speed=with_speed, ladder=ladder, alpha=alpha)
     emit(found) if json else console().print(comparing.table(found))
+
+
+@scaling.command(name="fit")
+def fit_rates(names: Annotated[tuple[str, ...], Positional], /, home: Path = HOME, json: Json = False) -> None:
+    """The learning-rate rule from sweeps over optim.lr_scale: best rate of each size, exponents, intervals, range.
+
+    Args:
+        names: What the sweeps were of, e.g. pocket-d32 pocket-d48; pocket for those of all its rungs.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import rates
+
+    if not names:
+        raise ValueError("argosy scaling fit needs what the sweeps were of; e.g. argosy scaling fit pocket-d32 pocket-d48")
+    found = rates.fit(names, home)
+    emit(found) if json else console().print(rates.table(found))
 
 
 @launch.command
