@@ -54,7 +54,7 @@ def bridge(
     pairs, changed = read_pairs(home, before, reruns, record["step"] / spec.steps(hero))
     made: Body = {
         "event": record,
-        "updates": max((done for done, _ in filter(None, [log.last("train/loss")])), default=0),
+        "updates": tables.finished(log),
         "changed": changed,
         "transfer": TRANSFER,
         "pairs": pairs,
@@ -136,11 +136,10 @@ def difference(text: str, first: logs.RunLog, second: logs.RunLog, a: spec.Run, 
         ValueError: when the two are no pair.
     """
     for log, run in ((first, a), (second, b)):
-        done = log.last("train/loss")
-        if done is None or done[0] < spec.steps(run):
+        done = tables.finished(log)
+        if done < spec.steps(run):
             raise ValueError(
-                f"--rerun {text!r}: run {log.name!r} has {done[0] if done else 0:,} of {spec.steps(run):,} updates; both have to be"
-                " finished"
+                f"--rerun {text!r}: run {log.name!r} has {done:,} of {spec.steps(run):,} updates; both have to be finished"
             )
     active = [tables.place(run, "", "", 1)["active_params"] for run in (a, b)]
     if abs(active[1] / active[0] - 1) > 0.05:

@@ -162,7 +162,7 @@ def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathe
                 f"run {entry['name']!r} is not the rung that the ladder of {name!r} holds: {said}; move that run away, or name the"
                 " hero otherwise with --as"
             )
-        found["steps"] = max([step for step, _ in filter(None, map(log.last, ("train/loss",)))], default=0)
+        found["steps"] = finished(log)
         found["finished"] = found["steps"] >= found["steps_total"]
         found["checksum"] = checksum(log)
         if not evaluated(log):
@@ -176,6 +176,12 @@ def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathe
     broken = [row for row in rows if not math.isfinite(row["value"])]
     told += left + not_finite(broken) + differing(hero, {n: run for n, (run, _, _) in logged.items()}, rungs)
     return Gathered(hero, rungs, [row for row in rows if math.isfinite(row["value"])], common, told)
+
+
+def finished(log: logs.RunLog) -> int:
+    """Updates that a run has finished, by its newest row."""
+    newest = log.last("time")
+    return 0 if newest is None else newest[0]
 
 
 def checksum(log: logs.RunLog) -> str | None:

@@ -214,9 +214,7 @@ def late(home: Path, name: str, before: Body | None) -> Body | None:
     if (home / "runs" / name / "run.json").is_file():
         log = logs.read(home / "runs" / name)
         for attempt in log.attempts:
-            done.append(attempt.at_step)
-            if "train/loss" in log.metrics:
-                done += log.series("train/loss", attempt.number)[0][-1:].tolist()
+            done += [attempt.at_step, *log.series("time", attempt.number)[0][-1:].tolist()]
     most = max(done, default=0)
     return {"updates": most} if most else None
 
