@@ -28,7 +28,7 @@ class Rung(NamedTuple):
 
 PURPOSES = {
     "size": "a size: how the loss falls with parameters and tokens",
-    "small_batch": "the same size, tokens and text in batches of half: tells updates from tokens",
+    "small_batch": "the same size, tokens and text in smaller batches: tells updates from tokens",
     "seed": "the same again from another seed: how far luck moves a run",
 }
 
@@ -36,7 +36,7 @@ SIZES = 4
 APART = 3.0  # at least, in FLOPs, between neighbours, and between the largest and the hero
 USUAL = 292 ** (1 / 3)  # the reference ladder spans a factor of 292 with four rungs (reference_run 5.1)
 BUDGET = 0.01
-LEAST_STEPS = 100  # a warm-up of one update, evaluations five updates apart
+LEAST_STEPS = 50  # evaluations 2.5 updates apart: fewer would be the same update twice
 
 
 def carried(table: Sequence[Rung], base: spec.Run, hero: spec.Run) -> tuple[Rung, ...]:
@@ -84,8 +84,8 @@ class Size(NamedTuple):
     below: int
 
 
-def propose(hero: spec.Run, budget: float | None) -> tuple[Rung, ...]:
-    """Four sizes at least three-fold apart in FLOPs, one again in small batches and one from another seed, within a budget.
+def propose(hero: spec.Run, budget: float | int | None) -> tuple[Rung, ...]:
+    """Four sizes at least three-fold apart in FLOPs, one again in batches of about half and one from another seed, within a budget.
 
     `budget` is the whole ladder's share of the hero's FLOPs, readout included; None takes 1%, or the least that is possible where that
     is more. Of all ladders that fit, the one with the largest top is taken: it leaves the least to extrapolate. The others follow
@@ -154,8 +154,8 @@ def _under(top: Size, every: Sequence[Size], hero: spec.Run) -> Iterator[tuple[R
     rungs = tuple(Rung(f"d{s.run.model.width}", s.run, "size") for s in chosen)
     for again in (chosen[-2].run, chosen[1].run, chosen[0].run):
         half = laid(again, hero, again.data.batch_seqs / 2)
-        if half.data.batch_seqs * 2 != again.data.batch_seqs:
-            continue
+        if not 0.4 <= half.data.batch_seqs / again.data.batch_seqs <= 0.6:
+            continue  # the nearest legal batch is no half
         seed = (again.seed + 1) % 2**32
         name = f"d{again.model.width}"
         yield (

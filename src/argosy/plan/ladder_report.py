@@ -28,8 +28,9 @@ def show(body: dict, console: Console, state: Sequence[dict[str, Any]] = ()) -> 
             (f"  by {body['rule']}", "dim"),
         )
     )
-    for title, table in (("What the rungs are", _sizes(body)), ("What they cost", _costs(body))):
-        _section(console, title, table)
+    _section(console, "What the rungs are", _sizes(body))
+    _section(console, "How they are trained", _ways(body))
+    _section(console, "What they cost", _costs(body))
     console.print()
     console.print(_facts(body))
     _section(console, "What each is for", _purposes(body))
@@ -55,20 +56,24 @@ def _rows(body: dict) -> list[tuple[str, dict, str]]:
 
 
 def _sizes(body: dict) -> Table:
-    table = _table("rung", "parameters", "active", "layers", "heads", "chips", "batch", "steps", "tokens")
+    table = _table("rung", "parameters", "active", "layers", "heads", "tokens")
     for name, row, style in _rows(body):
         cells = (
-            name,
             count(row["total_params"]),
             count(row["active_params"]),
             f"{row['layers']} x {row['width']:,}",
             f"{row['heads']} x {row['head_width']}",
-            _chips(row),
-            f"{row['batch_seqs']:,}",
-            f"{row['steps']:,}",
             count(row["tokens"]),
         )
-        table.add_row(*cells, style=style)
+        table.add_row(name, *cells, style=style)
+    return table
+
+
+def _ways(body: dict) -> Table:
+    table = _table("rung", "chips", "batch", "steps", "MuonH rate", "Adam rate")
+    for name, row, style in _rows(body):
+        rates = (f"{row['muonh_lr']:.4g}", f"{row['adam_lr']:.4g}")
+        table.add_row(name, _chips(row), f"{row['batch_seqs']:,}", f"{row['steps']:,}", *rates, style=style)
     return table
 
 
@@ -82,21 +87,18 @@ def _chips(row: dict) -> str:
 
 
 def _costs(body: dict) -> Table:
-    table = _table("rung", "FLOPs", "no readout", "to next", "MuonH rate", "Adam rate", "MFU", "time", "chip-hours")
+    table = _table("rung", "FLOPs", "no readout", "to next", "MFU", "time", "chip-hours")
     for name, row, style in _rows(body):
-        next_ = row.get("to_next")
+        further = row.get("to_next")
         cells = (
-            name,
             f"{row['flops']:.2e}",
             f"{row['flops_no_head']:.2e}",
-            f"x {_times(next_)}" if next_ else "",
-            f"{row['muonh_lr']:.4g}",
-            f"{row['adam_lr']:.4g}",
+            f"x {_times(further)}" if further else "",
             f"{row['mfu']:.1%}",
             duration(row["hours"] * 3600),
-            f"{row['chip_hours']:,.4g}" if row["chip_hours"] < 1000 else count(row["chip_hours"]),
+            f"{row['chip_hours']:.3g}" if row["chip_hours"] < 100 else count(row["chip_hours"]),
         )
-        table.add_row(*cells, style=style)
+        table.add_row(name, *cells, style=style)
     return table
 
 
@@ -168,11 +170,12 @@ def _doubts(body: dict) -> list[tuple[str, str]]:
             key = re.sub(r"[0-9.,/]+", "#", text if warning["about"] == "memory" else re.split(r"[=:]", text)[0])
             found.setdefault(f"{warning['about']} {key}", []).append((name, text))
     every = len(body["rungs"]) + 1
-    return [
-        ("all" if len(who) == every else ", ".join(name for name, _ in who), text if len(who) == 1 else f"{who[0][0]}: {text}")
-        for who in found.values()
-        for text in (who[0][1],)
-    ]
+    lines = []
+    for told in found.values():
+        names, (first, text) = [name for name, _ in told], told[0]
+        who = "all" if len(names) == every else ", ".join(names) if len(names) < 4 else f"{first} and {len(names) - 1} more"
+        lines.append((who, text if len(names) == 1 else f"{first}: {text}"))
+    return lines
 
 
 def _plain() -> Table:

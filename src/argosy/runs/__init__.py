@@ -26,7 +26,7 @@ LADDERS: dict[str, Callable[[spec.Run], tuple[Rung, ...]]] = {
 }
 
 
-def ladder(recipe: str, hero: spec.Run, budget: float | None) -> tuple[Rung, ...]:
+def ladder(recipe: str, hero: spec.Run, budget: float | int | None) -> tuple[Rung, ...]:
     """The ladder of a hero: its recipe's own, or one proposed for a budget (`ladder.propose`), always where a budget is given.
 
     `recipe` is the hero's name as `find` takes it; `hero` may have other settings than the recipe.
@@ -44,7 +44,7 @@ def ladder(recipe: str, hero: spec.Run, budget: float | None) -> tuple[Rung, ...
         ) from None
 
 
-def ladder_rule(recipe: str, hero: spec.Run, rungs: Sequence[Rung], budget: float | None) -> str:
+def ladder_rule(recipe: str, hero: spec.Run, rungs: Sequence[Rung], budget: float | int | None) -> str:
     """How `ladder` came to these rungs, in words; empty for a recipe's own."""
     if budget is None and recipe in LADDERS:
         return ""
@@ -52,7 +52,7 @@ def ladder_rule(recipe: str, hero: spec.Run, rungs: Sequence[Rung], budget: floa
         return f"the rules below, within {100 * budget:.4g}% of its FLOPs"
     if ladders.share(hero, rungs) <= ladders.BUDGET:
         return f"the rules below, within {ladders.BUDGET:.0%} of its FLOPs"
-    return f"the rules below; {ladders.BUDGET:.0%} of its FLOPs is too little for four sizes, this is the least that is not"
+    return f"the rules below; {ladders.BUDGET:.0%} of its FLOPs holds no four sizes, so this is the least that does"
 
 
 def find(name: str) -> spec.Run:
