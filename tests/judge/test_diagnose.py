@@ -14,13 +14,13 @@ import synthetic
 from argosy import cli, spec
 from argosy.judge import departures as D
 from argosy.judge import diagnose as G
-from argosy.judge import points, register
+from argosy.judge import ladders, points, register
 from argosy.runs import pocket
 
 AT = 0.4  # of the run: where faults begin
-COMMON, ALONE = 0.01, {"eval_": 0.002, "train/": 0.01}  # of log: what the forecast says of itself
+COMMON, ALONE = 0.01, {"eval_": 0.002, "train/router/": 0.02, "train/": 0.004}  # of log: what the forecast says of itself
 HERO = pocket.run()
-FAULT_STEP = math.ceil(AT * spec.steps(HERO))
+FAULT_STEP = round(AT * spec.steps(HERO))  # the last update of the first attempt, whole like those before it
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ def truth() -> Truth:
         patch.setattr(synthetic, name, 0.0)
     out = []
     steps = points.evaluation_steps(HERO)
+    logged = sorted({*steps, *(max(1, round(spec.steps(HERO) * k / 100)) for k in range(101))})  # as `synthetic.sail` does
     for step, before in zip(steps, [0, *steps], strict=False):
-        rows = [synthetic.update(HERO, "hero", s, 0) for s in range(before + 1, step + 1, 5)]
+        rows = [synthetic.update(HERO, "hero", s, 0) for s in logged if before < s <= step]
         means = {m: float(np.mean([r[m] for r in rows])) for m in rows[0]} | synthetic.evaluation(HERO, "hero", step, 0)
         out += [{"metric": m, "step": step, "mean": means[m]} for m in points.forecastable(sorted(means)) if means[m] > 0]
     patch.undo()
@@ -74,7 +75,7 @@ def shifted(factors: dict[str, float]) -> synthetic.Fault:
     """Metrics, by the start of their names, times a factor from `AT` on."""
 
     def change(_: str, done: float, row: synthetic.Row) -> synthetic.Row:
-        if done <= AT:
+        if done * spec.steps(HERO) < FAULT_STEP + 0.5:
             return row
         return {n: v * next((f for start, f in factors.items() if n.startswith(start)), 1.0) for n, v in row.items()}
 
@@ -129,7 +130,7 @@ def test_a_planted_fault_is_named(tmp_path: Path, truth: Truth, kind: str):
     assert what in body["groups"][0]["signs"][0]
     assert body["ahead"] is None or body["ahead"] > 1.3
     every = spec.steps(HERO) / 20
-    assert FAULT_STEP <= body["first_step"] <= FAULT_STEP + 2 * every
+    assert FAULT_STEP < body["first_step"] <= FAULT_STEP + 2 * every
     assert body["branch"]["cause"] == kind and str(200) in body["branch"]["says"]
 
 
@@ -154,6 +155,41 @@ def test_a_learning_rate_off_its_schedule_is_the_optimizer(tmp_path: Path, truth
     body = G.diagnose(tmp_path, "hero")
     assert body["likeliest"] == "optimizer"
     assert "where the schedule has" in body["groups"][0]["signs"][0]
+
+
+def test_losses_alone(tmp_path: Path, truth: Truth):
+    """Fails when losses that move together with routing and optimizer quiet, or evaluations alone, are not the implementation's."""
+    sail(tmp_path / "all", truth, shifted(dict.fromkeys(LOSSES, 1.015)))
+    body = G.diagnose(tmp_path / "all", "hero")
+    assert body["likeliest"] == "implementation"
+    assert "routing and optimizer quiet" in body["groups"][0]["signs"][0]
+    sail(tmp_path / "evaluation", truth, shifted({"eval_dropless/": 1.015}))
+    body = G.diagnose(tmp_path / "evaluation", "hero")
+    assert body["likeliest"] == "implementation"
+    assert "not the training loss" in body["groups"][0]["signs"][0]
+
+
+def test_a_parameter_norm_that_leaves_the_ladder(tmp_path: Path, truth: Truth):
+    """Fails when a group's parameters that grow in the hero as they grew on no rung are passed over, or equal growth is taken for one."""
+
+    def grow(hero: float) -> synthetic.Fault:
+        def change(name: str, done: float, row: synthetic.Row) -> synthetic.Row:
+            late = max(done - AT, 0.0) if name == "hero" else 0.0
+            gate = 8.0 * max(done, 1e-3) ** 0.2 * math.exp(hero * late)
+            return row | ({"params/norm/head_gate": gate, "params/norm/routed": 31.5} if "train/loss" in row else {})
+
+        return change
+
+    rungs = [rung for rung in pocket.rungs() if rung.purpose == "size"]
+    for home, hero in ((tmp_path / "same", 0.0), (tmp_path / "more", 1.0)):
+        ladders.save(home, "hero", HERO, rungs)
+        for rung in rungs:
+            synthetic.sail(home, f"hero-{rung.name}", rung.run, fault=grow(0.0))
+        sail(home, truth, grow(hero))
+    assert not G.diagnose(tmp_path / "same", "hero")["departed"]
+    body = G.diagnose(tmp_path / "more", "hero")
+    assert body["likeliest"] == "optimizer"
+    assert body["groups"][0]["signs"][0].startswith("norm of head_gate")
 
 
 def test_values_that_are_no_numbers_are_the_implementation(tmp_path: Path, truth: Truth):

@@ -1,7 +1,7 @@
 """GO, CAUTION or NO-GO before a hero is launched, from its ladder, with the evidence worst first."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +40,11 @@ class Climbed(NamedTuple):
     grown: dict[str, G.Growth]
 
 
-def check(home: Path, name: str) -> dict[str, Any]:
+def check(home: Path, name: str, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """The verdict on launching the hero of a ladder, or on one run where there is no ladder of this name; plain JSON values.
 
     `verdict` GO, CAUTION or NO-GO and `why`; `evidence`, worst first, each with level, rule, where, value, says and source; `growth`
-    by rung and statistic; `with_batch` and `with_width`; `hero`, what is expected of it.
+    by rung and statistic; `with_batch` and `with_width`; `hero`, what is expected of it. `say` is told what is being done.
 
     Raises:
         ValueError: when there is neither a ladder nor a run of this name, or a rung is another run than the ladder says.
@@ -58,6 +58,7 @@ def check(home: Path, name: str) -> dict[str, Any]:
     begun = [r for r in gathered.rungs if r["steps"]]
     rungs = []
     for entry in begun:
+        say(f"reading {entry['name']}")
         log = logs.read(home / "runs" / entry["name"])
         rungs.append(Climbed(entry["name"], entry["purpose"], spec.from_json(log.run["run"]), log, G.growth(log)))
     evidence = [
@@ -67,6 +68,7 @@ def check(home: Path, name: str) -> dict[str, Any]:
     evidence += unfinished(gathered, name)
     batch, width = with_batch(rungs), with_width(rungs, hero)
     evidence += judge_batch(batch) + judge_width(width)
+    say("fitting the hero's bits per byte, gradient norm, logits and drops")
     expected, more = of_hero(gathered, hero, name)
     return answer(name, evidence + more, rungs) | {"with_batch": batch, "with_width": width, "hero": expected}
 

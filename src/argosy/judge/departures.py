@@ -9,6 +9,7 @@ from scipy import linalg
 
 LEAST = 3  # rows of a residual below which nothing is said
 SURE = 5.0  # standard errors of a change; a metric's rows and its noise's heavy tails together exceed it in under 1 in 1,000
+BEND = 9.0  # of twice the log likelihood: what a ramp must gain over a step, since it dates a change earlier
 WIDE = 1.645  # standard deviations from the middle to the end of a 90% band
 
 
@@ -97,15 +98,15 @@ def departure(r: Residual) -> Departure:
     weighted = linalg.cho_solve(factor, r.values)
     best, found = -1.0, (0, 0.0, 0.0)
     for c in range(n):
-        shapes = [(np.arange(n) >= c).astype(float)]
+        shapes = [((np.arange(n) >= c).astype(float), 0.0)]
         if 0 < c < n - 2:
             ramp = np.log(np.maximum(r.steps / r.steps[c - 1], 1.0))
-            shapes.append(ramp / ramp[-1])
-        for x in shapes:
+            shapes.append((ramp / ramp[-1], BEND))
+        for x, less in shapes:
             information = float(x @ linalg.cho_solve(factor, x))
             change = float(x @ weighted) / information
-            if change**2 * information > best:
-                best, found = change**2 * information, (c, change, change * math.sqrt(information))
+            if change**2 * information - less > best:
+                best, found = change**2 * information - less, (c, change, change * math.sqrt(information))
     c, change, sigmas = found
     before = int(r.steps[c - 1]) if c else 0
     return Departure(r.metric, int(r.steps[c]), before, change, sigmas, float(r.widths[-1]), int(r.steps[-1]))

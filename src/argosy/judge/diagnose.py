@@ -2,10 +2,9 @@
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Group as Stack
@@ -15,31 +14,13 @@ from rich.text import Text
 from argosy import spec
 from argosy.judge import departures as D
 from argosy.judge import points, register
+from argosy.judge import signs as S
+from argosy.judge.signs import Sign
 from argosy.track import log as logs
 
 GROUPS = ("data", "routing", "optimizer", "implementation")
-SET_LOSS = re.compile(r"eval_dropless/([^/]+)/loss")
-HELD_OUT = re.compile(r"eval_dropless/[^/]+/(macro_)?(loss|bpb)")
-TRAINING = re.compile(r"train/(loss|cross_entropy_loss)")
-ROUTING = re.compile(r"train/router/.+|moe/.+")
-LAYER = re.compile(r"train/router/layer_(\d+)/(.+)")
-OPTIMIZER = re.compile(r"grad/norm/.+|train/logit_z")
-GRADIENT = re.compile(r"grad/norm/(?!total$)(.+)")
-SPEED = re.compile(r"throughput/.+")
 LATER = 0.5  # of its weight is left to a group that departs after another, by more than one evaluation
 CHANGED = 1.5  # times the weight of implementation where code or machine changed just before the first departure
-MOST = 40.0  # sigmas beyond which nothing is surer
-RATE_OFF = 1e-4  # of the learning rate: beyond rounding
-
-
-class Sign(NamedTuple):
-    """One thing that speaks for a group: what, since which update, and how strongly, in standard errors."""
-
-    group: str
-    what: str
-    since: int
-    sigmas: float
-    says: str
 
 
 def diagnose(home: Path, name: str) -> dict[str, Any]:
@@ -60,18 +41,10 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
     run = spec.from_json(log.run["run"])
     found = D.residuals(body["forecast"], points.of_run(log, sorted({r["metric"] for r in body["forecast"]["rows"]})))
     out = {metric: D.departure(r) for metric, r in found.items()}
-    signs = [
-        *broken(log),
-        *rates(log, run),
-        *of_sets(found),
-        *of_routing(found, out),
-        *of_optimizer(found, out),
-        *of_speed(out),
-    ]
-    signs += in_common(found, out, signs)
+    signs = S.all_of(log, run, home, name, found, out)
     groups = weigh(signs, log, interval(found))
     ordered = sorted(groups, key=lambda g: -g["weight"])
-    first = min((g["since"] for g in groups if g["since"] is not None), default=None)
+    first = first_of(out, groups)
     answer: dict[str, Any] = {
         "name": name,
         "departed": first is not None,
@@ -81,7 +54,7 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
     }
     answer["last_step"] = max((d.step for d in out.values()), default=0)
     answer["forecast"] = {"number": body["number"], "sha256": body["sha256"]}
-    if first is not None:
+    if ordered[0]["weight"]:
         second = ordered[1]["weight"]
         answer["likeliest"] = ordered[0]["group"]
         answer["ahead"] = float(f"{ordered[0]['weight'] / second:.3g}") if second else None
@@ -91,6 +64,14 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
     answer["nearest"] = nearest(log, run, first)
     answer["branch"] = branch(answer, ordered, log, run)
     return answer
+
+
+def first_of(out: dict[str, D.Departure], groups: Sequence[dict[str, Any]]) -> int | None:
+    """The first update of what departed: of groups by their strongest sign, of metrics that are dated well, twice `SURE` or the surest."""
+    departed = [d for d in out.values() if abs(d.sigmas) >= D.SURE]
+    enough = min(2 * D.SURE, max((abs(d.sigmas) for d in departed), default=0.0))
+    dated = [d.since for d in departed if abs(d.sigmas) >= enough]
+    return min([g["since"] for g in groups if g["since"] is not None] + dated, default=None)
 
 
 def interval(found: dict[str, D.Residual]) -> int:
@@ -107,108 +88,6 @@ def told(d: D.Departure) -> dict[str, Any]:
     }
 
 
-# ---- signs ---------------------------------------------------------------------------------------
-
-
-def sign(group: str, what: str, d: D.Departure, says: str = "") -> list[Sign]:
-    """A departure as a sign of a group, if it is sure."""
-    if abs(d.sigmas) < D.SURE:
-        return []
-    text = f"{what} {math.expm1(d.change):+.1%} since update {d.since:,}" + (f", {says}" if says else "")
-    return [Sign(group, what, d.since, min(abs(d.sigmas), MOST), text)]
-
-
-def broken(log: logs.RunLog) -> list[Sign]:
-    """Losses and norms that are no numbers."""
-    out = []
-    for metric in ("train/loss", "grad/norm/total"):
-        if metric in log.metrics:
-            steps, values = log.series(metric)
-            bad = steps[~np.isfinite(values)]
-            if len(bad):
-                out.append(Sign("implementation", metric, int(bad[0]), MOST, f"{metric} is no number from update {bad[0]:,}"))
-    return out
-
-
-def rates(log: logs.RunLog, run: spec.Run) -> list[Sign]:
-    """A learning rate that is not the schedule's."""
-    if "optim/learning_rate" not in log.metrics:
-        return []
-    steps, values = log.series("optim/learning_rate")
-    due = np.array([points.rate(run, int(s)) for s in steps])
-    off = np.flatnonzero(np.abs(values - due) > RATE_OFF * np.abs(due).max())
-    if not off.size:
-        return []
-    k = off[0]
-    says = f"the learning rate is {values[k]:.4g} at update {steps[k]:,} where the schedule has {due[k]:.4g}"
-    return [Sign("optimizer", "optim/learning_rate", int(steps[k]), MOST, says)]
-
-
-def of_sets(found: dict[str, D.Residual]) -> list[Sign]:
-    """Evaluation sets that leave the others."""
-    sets = [m for m in found if SET_LOSS.fullmatch(m)]
-    out = []
-    for metric, d in D.peers(found, sets).items():
-        name = SET_LOSS.fullmatch(metric)
-        out += sign("data", f"loss of {name.group(1) if name else metric}", d, "against the other sets")
-    return out
-
-
-def of_routing(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> list[Sign]:
-    """Layers that leave the others, and statistics of all layers."""
-    signs = []
-    for what in dict.fromkeys(m.group(2) for m in map(LAYER.fullmatch, found) if m):
-        family = [m for m in found if (hit := LAYER.fullmatch(m)) and hit.group(2) == what]
-        for metric, d in D.peers(found, family).items():
-            layer = LAYER.fullmatch(metric)
-            signs += sign("routing", f"{what} of layer {layer.group(1) if layer else metric}", d, "against the other layers")
-    for metric, d in out.items():
-        if ROUTING.fullmatch(metric) and not LAYER.fullmatch(metric):
-            signs += sign("routing", metric, d)
-    return signs
-
-
-def of_optimizer(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> list[Sign]:
-    """Parameter groups whose gradients leave the others, the whole gradient, the logits' scale."""
-    signs = []
-    groups = [m for m in found if GRADIENT.fullmatch(m)]
-    for metric, d in D.peers(found, groups).items():
-        signs += sign("optimizer", f"gradient of {metric.rpartition('/')[2]}", d, "against the other groups")
-    for metric in ("grad/norm/total", "train/logit_z"):
-        if metric in out:
-            signs += sign("optimizer", metric, out[metric])
-    return signs
-
-
-def of_speed(out: dict[str, D.Departure]) -> list[Sign]:
-    return [s for metric, d in out.items() if SPEED.fullmatch(metric) for s in sign("implementation", metric, d)]
-
-
-def in_common(found: dict[str, D.Residual], out: dict[str, D.Departure], signs: Sequence[Sign]) -> list[Sign]:
-    """What all sets and the training loss do at once: of the implementation where routing and optimizer are quiet or move with it.
-
-    Where only one of them moves, its own signs say it; the common loss then follows from it.
-    """
-    sets = [out[m] for m in found if SET_LOSS.fullmatch(m)]
-    training = [d for m, d in out.items() if TRAINING.fullmatch(m)]
-    if not sets or not training:
-        return []
-    typical = sorted(sets, key=lambda d: d.change)[len(sets) // 2]
-    moved = [d for d in sets if abs(d.sigmas) >= D.SURE and d.change * typical.change > 0]
-    if len(moved) < 0.75 * len(sets) or not any(abs(d.sigmas) >= D.SURE for d in training):
-        return []
-    others = {s.group for s in signs} & {"routing", "optimizer"}
-    if len(others) == 1:
-        return []
-    what = f"all {len(sets)} sets and the training loss"
-    return sign(
-        "implementation",
-        what,
-        typical,
-        "at once" + (" with routing and optimizer" if others else ", routing and optimizer quiet"),
-    )
-
-
 # ---- from signs to groups ------------------------------------------------------------------------
 
 
@@ -221,7 +100,7 @@ def weigh(signs: Sequence[Sign], log: logs.RunLog, every: int) -> list[dict[str,
     out = []
     for group in GROUPS:
         own = sorted((s for s in signs if s.group == group), key=lambda s: (-s.sigmas, s.since))
-        since = min((s.since for s in own), default=None)
+        since = own[0].since if own else None
         weight = max((s.sigmas for s in own), default=0.0)
         if since is not None and since > first + every:
             weight *= LATER
@@ -262,7 +141,12 @@ def nearest(log: logs.RunLog, run: spec.Run, first: int | None) -> dict[str, Any
     if first is None:
         return None
     happened = [(int(r["step"]), r["kind"], about(r["fields"])) for r in [*log.events, *log.lineage] if not r.get("superseded")]
-    happened = [h for h in happened if h[1] not in ("baseline", "baseline_whole", "corpus", "ended")]
+    happened = [h for h in happened if h[1] not in ("baseline", "baseline_whole", "corpus", "ended", "attempt")]
+    happened += [
+        (int(r["step"]), "attempt", f"attempt {r['attempt']} goes on")
+        for r in log.lineage
+        if r["kind"] == "attempt" and r["step"]
+    ]
     happened += [(step, "change", what) for step, what in changes(log)]
     stops = spec.phase_stops(run)[:-1]
     happened += [
@@ -293,7 +177,7 @@ BRANCHES = {
 def branch(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], log: logs.RunLog, run: spec.Run) -> dict[str, Any] | None:
     """The paired run that tells the first cause from the second: as the reference run does, 200 updates on the same batches."""
     first = answer["first_step"]
-    if first is None:
+    if answer["likeliest"] is None:
         return None
     cause, second = ordered[0]["group"], ordered[1]["group"]
     setting = BRANCHES[cause].format(first=first, half=run.optim.lr_scale / 2)
@@ -316,6 +200,8 @@ def branch(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], log: logs.
 def why(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], count: int) -> str:
     if not count:
         return f"the run has fewer than {D.LEAST} evaluations that the forecast covers: too early to say"
+    if answer["departed"] and answer["likeliest"] is None:
+        return f"metrics depart since update {answer['first_step']:,}, but none of data, routing, optimizer and implementation by itself"
     if answer["likeliest"] is None:
         return f"nothing departs: {count} metrics follow the registered forecast up to update {answer['last_step']:,}"
     ahead = f", {answer['ahead']:.1f} times {ordered[1]['group']}" if answer["ahead"] else ", alone"
@@ -354,5 +240,6 @@ def show(body: dict[str, Any]) -> Stack:
         notes.append(
             f"before the first departure, by {n['updates_before']:,} updates: {n['kind']} at {n['step']:,}: {n['says']}"
         )
-    notes.append(f"to tell: {body['branch']['says']}")
+    if body["branch"]:
+        notes.append(f"to tell: {body['branch']['says']}")
     return Stack(head, Text(""), groups, Text(""), metrics, Text(""), *map(Text, notes))
