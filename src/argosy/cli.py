@@ -397,7 +397,8 @@ def check_ladder(name: Name, /, home: Path = HOME, json: Json = False) -> None:
     """
     from argosy.judge import check as checking
 
-    found = checking.check(home, name)
+    with telling() as say:
+        found = checking.check(home, name, say)
     emit(found) if json else console().print(checking.show(found))
     if status := checking.EXIT[found["verdict"]]:
         sys.exit(status)
