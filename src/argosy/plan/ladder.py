@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from argosy import spec
 from argosy.plan import cost, flops, hardware, memory, scaling
@@ -54,18 +54,17 @@ def carried(table: Sequence[Rung], base: spec.Run, hero: spec.Run) -> tuple[Rung
     found = []
     for rung in table:
         run, own = rung.run, spec.difference(base, rung.run)
-        body = spec.to_json(run)
+        parts: dict[str, dict[str, Any]] = {}
         for key, new in changed.items():
             section, _, name = key.partition(".")
-            if key == "seed":
-                body["seed"] = (run.seed + new - base.seed) % 2**32
-            elif key == "data.batch_seqs":
-                body[section][name] = max(1, round(run.data.batch_seqs * new / base.data.batch_seqs))
+            if key == "data.batch_seqs":
+                parts.setdefault(section, {})[name] = max(1, round(run.data.batch_seqs * new / base.data.batch_seqs))
             elif key not in own:
-                body[section][name] = new
-            elif key != "optim.horizon_tokens" and section != "evals":
+                parts.setdefault(section, {})[name] = new
+            elif key not in ("seed", "optim.horizon_tokens") and section != "evals":
                 raise ValueError(f"{key} has its own value at each rung")
-        made = spec.from_json(body)
+        sections = {section: replace(getattr(run, section), **values) for section, values in parts.items() if section != "seed"}
+        made = replace(run, seed=(run.seed + hero.seed - base.seed) % 2**32, **sections)
         more = Fraction(hero.optim.horizon_tokens, base.optim.horizon_tokens) * Fraction(flops.active(base), flops.active(hero))
         tokens = int(run.optim.horizon_tokens * more * flops.active(made) / flops.active(run))
         found.append(rung._replace(run=replace(made, optim=replace(made.optim, horizon_tokens=tokens))))
