@@ -3,7 +3,7 @@
 import pytest
 
 from argosy import runs, spec
-from argosy.plan import scaling
+from argosy.plan import flops, scaling
 from argosy.runs import marin_535b
 
 # reference_run 5.1: layers, heads, kv local, kv global, racks, batch, steps, billions of tokens, adam_lr, muonh_lr, eps, beta2
@@ -80,3 +80,33 @@ def test_recipes_are_found_and_survive_json(name):
     run = runs.find(name)
     assert run.recipe == name
     assert spec.from_json(spec.to_json(run)) == run
+
+
+# total and active parameters, steps, and both peak rates to four digits: reference_run 5.1
+RUNGS = {
+    "d768": (8, 1_591_848_448, 60_555_264, 11_420, "0.01582", "0.003651"),
+    "d1024": (12, 3_980_116_480, 162_004_992, 15_276, "0.01441", "0.003326"),
+    "d1536": (16, 11_534_398_464, 481_296_384, 15_128, "0.01489", "0.003436"),
+    "d2048": (22, 27_742_902_528, 1_170_735_104, 20_072, "0.01342", "0.003097"),
+}
+
+
+def test_the_rungs_to_the_last_parameter_and_their_share_of_the_hero():
+    """Published: 0.36% of the hero's FLOPs without the readout, 0.42% with it (reference_run 5.1)."""
+    rungs, hero = marin_535b.rungs(), marin_535b.run()
+    assert {r.name for r in rungs} == set(RUNGS)
+    assert {r.purpose for r in rungs} == {"size"}
+    for r in rungs:
+        rates = scaling.rates(r.run)
+        found = (r.run.model.layers, sum(flops.params(r.run).values()), flops.active(r.run), spec.steps(r.run))
+        assert (*found, f"{rates.muonh_lr:.4g}", f"{rates.adam_lr:.4g}") == RUNGS[r.name]
+        assert r.run == runs.find(f"marin-535b/{r.name}")
+    for readout, published in ((False, "0.36%"), (True, "0.42%")):
+        own = sum(spec.steps(r.run) * flops.train_step(r.run, readout=readout) for r in rungs)
+        assert f"{own / (spec.steps(hero) * flops.train_step(hero, readout=readout)):.2%}" == published
+
+
+def test_the_rungs_of_the_later_form_are_in_the_later_form():
+    """Fails when a hero's transport or precision does not reach its rungs."""
+    for early, late in zip(marin_535b.rungs(), marin_535b.rungs(marin_535b.ragged()), strict=True):
+        assert spec.difference(early.run, late.run) == spec.difference(marin_535b.run(), marin_535b.ragged())
