@@ -65,7 +65,7 @@ def registered(home: Path, truth: Truth) -> None:
             rows.append({"run": "hero", "tokens": 1, **r, **bands})
     body = {
         "created": "2026-11-29T00:00:00+00:00", "created_s": 0.0, "late": None, "reason": "", "bridge": None,
-        "hero": spec.to_json(HERO), "identity": {}, "ladder": [], "data": {"points": [], "target": []}, "method": "joint", "seed": 0,
+        "hero": spec.to_json(HERO), "identity": register.identity(HERO, "5f1d77c2"), "ladder": [], "data": {"points": [], "target": []}, "method": "joint", "seed": 0,
         "forecast": {"rows": rows, "fit": {"method": "joint", "parameters": {}, "noise": {}, "alarms": []}, "covariance": covariance},
     }  # fmt: skip
     register.write(home, "hero", body, None)
@@ -216,7 +216,7 @@ def test_too_early_and_not_registered(tmp_path: Path, truth: Truth, capsys: pyte
 def of(change: Callable[[np.ndarray], np.ndarray], noise: float, matrix: float, seed: int) -> D.Residual:
     steps = np.arange(1, 21) * 50
     values = np.random.default_rng(seed).normal(size=20) * noise + change(steps)
-    return D.Residual("x", steps, values, np.full((20, 20), matrix**2), noise, values)
+    return D.Residual("x", steps, values, np.full((20, 20), matrix**2), np.full(20, noise), values)
 
 
 @pytest.mark.parametrize("at", [4, 10, 16])

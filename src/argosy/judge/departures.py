@@ -1,4 +1,9 @@
-"""When and how a metric left its forecast: a lasting change looked for in its residual, knowing what the forecast did not know."""
+"""When and how a metric left its forecast: a lasting change looked for in its residual, knowing what the forecast did not know.
+
+The model of a residual is that of `forecast.follow`: the registered covariance, a slow error of the law, noise whose scale the curve
+itself may raise, and less weight for an evaluation that its neighbours do not bear out. There a change must be certain at any time;
+here the run is over or stopped, and the question is where the change began and how large it is.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import linalg
 
+from argosy.forecast import follow
+from argosy.judge import verdict
+
 LEAST = 3  # rows of a residual below which nothing is said
 SURE = 5.0  # standard errors of a change; a metric's rows and its noise's heavy tails together exceed it in under 1 in 1,000
 BEND = 9.0  # of twice the log likelihood: what a ramp must gain over a step, since it dates a change earlier
-WIDE = 1.645  # standard deviations from the middle to the end of a 90% band
+UNSHARED = 0.25  # of a metric's covariance that its peers do not share
 
 
 class Residual(NamedTuple):
@@ -19,9 +27,9 @@ class Residual(NamedTuple):
     metric: str
     steps: np.ndarray
     values: np.ndarray
-    matrix: np.ndarray  # of what the run has in common: law, luck, distance
-    noise: float  # of one evaluation on top
-    widths: np.ndarray  # residual over the half of the registered 90% band on its side: 1 is the band's edge
+    matrix: np.ndarray  # of what the rows have in common: law, luck, distance, the law's slow error
+    noise: np.ndarray  # standard deviation of each row on top
+    widths: np.ndarray  # how far beyond the registered 90% band, in halves of it; 0 inside
 
 
 class Departure(NamedTuple):
@@ -36,55 +44,34 @@ class Departure(NamedTuple):
     step: int  # of the last row
 
 
-def residuals(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Residual]:
+def residuals(body: dict[str, Any], rows: Sequence[dict[str, Any]], total: int) -> dict[str, Residual]:
     """Of every metric that a registered forecast and a run's rows (`points.of_run`) have in common at `LEAST` steps or more."""
-    actual = {(r["metric"], int(r["step"])): float(r["value"]) for r in rows}
-    blocks = forecast.get("covariance") or {}
-    by_metric: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for i, row in enumerate(forecast["rows"]):
-        known = row["mean"] is not None and row["lo90"] is not None
-        if known and math.isfinite(actual.get((row["metric"], int(row["step"])), math.nan)):
-            by_metric.setdefault(row["metric"], []).append((i, row))
-    out = {}
-    for metric, own in by_metric.items():
-        found = residual(metric, own, actual, forecast["rows"], blocks.get(metric))
-        if found is not None:
-            out[metric] = found
-    return out
+    measured: dict[str, dict[int, float]] = {}
+    for row in rows:
+        measured.setdefault(row["metric"], {})[int(row["step"])] = float(row["value"])
+    found = {metric: residual(body, metric, values, total) for metric, values in measured.items()}
+    return {metric: r for metric, r in found.items() if r is not None}
 
 
-def residual(
-    metric: str,
-    own: Sequence[tuple[int, dict[str, Any]]],
-    actual: dict[tuple[str, int], float],
-    rows: Sequence[dict[str, Any]],
-    block: dict[str, Any] | None,
-) -> Residual | None:
-    """One metric's residual, or None where there are too few rows or values that have no logarithm.
-
-    The covariance is registered at some rows; between them it is linear in the step. Without one the band stands for it: an error
-    that is common to all rows.
-    """
-    zero = float((block or {}).get("zero") or 0.0)
-    kept = [(i, r) for i, r in own if r["mean"] + zero > 0 and actual[metric, int(r["step"])] + zero > 0]
-    if len(kept) < LEAST:
+def residual(body: dict[str, Any], metric: str, measured: dict[int, float], total: int) -> Residual | None:
+    """One metric's residual, or None without bands, with too few rows, or with none that has a logarithm."""
+    known = verdict.registered(body, metric, total)
+    if known is None:
         return None
-    steps = np.array([int(r["step"]) for _, r in kept])
-    mean, low, high = (np.log(np.maximum([r[n] + zero for _, r in kept], 1e-12)) for n in ("mean", "lo90", "hi90"))
-    values = np.log([actual[metric, int(s)] + zero for s in steps]) - mean
-    half = np.maximum(np.where(values > 0, high - mean, mean - low), 1e-6)
-    noise = float((block or {}).get("noise") or 0.25 * float(np.median(high - low)) / (2 * WIDE))
-    if block and len(block["rows"]) > 1:
-        at = np.array([int(rows[i]["step"]) for i in block["rows"]], dtype=float)
-        order = np.argsort(at)
-        known = np.array(block["matrix"], dtype=float)[np.ix_(order, order)]
-        across = np.stack([np.interp(steps, at[order], line) for line in known])
-        matrix = np.stack([np.interp(steps, at[order], line) for line in across.T], 1).T
-        matrix = (matrix + matrix.T) / 2
-    else:
-        spread = (high - low) / (2 * WIDE)
-        matrix = np.outer(spread, spread)
-    return Residual(metric, steps, values, matrix, max(noise, 1e-5), values / half)
+    first, last = known.progress[0] * total, known.progress[-1] * total
+    steps = [s for s in sorted(measured) if first - 0.5 < s < last + 0.5]
+    steps = [s for s in steps if math.isfinite(measured[s]) and measured[s] + known.zero > 0]
+    if len(steps) < LEAST:
+        return None
+    progress = np.array(steps) / total
+    place, reads = follow.at(progress, known.progress), follow.at(progress, known.knots)
+    values = np.log(np.array([measured[s] for s in steps]) + known.zero) - place @ known.mean
+    high, low = place @ (known.high - known.mean), place @ (known.mean - known.low)
+    slow = follow.DRIFT * float(np.sqrt(np.diag(known.covariance).mean()))
+    scale = follow.scale_of(known, values)
+    matrix = reads @ known.covariance @ reads.T + follow.drift(progress, progress, slow)
+    widths = np.maximum(values - high, 0) / high - np.maximum(-values - low, 0) / low
+    return Residual(metric, np.array(steps), values, matrix, scale / np.sqrt(follow.weights(values, scale)), widths)
 
 
 def departure(r: Residual) -> Departure:
@@ -94,7 +81,7 @@ def departure(r: Residual) -> Departure:
     number of standard errors is what the likelihood gains.
     """
     n = len(r.steps)
-    factor = linalg.cho_factor(r.matrix + (r.noise**2 + 1e-12) * np.eye(n), lower=True)
+    factor = linalg.cho_factor(r.matrix + np.diag(r.noise**2 + 1e-12), lower=True)
     weighted = linalg.cho_solve(factor, r.values)
     best, found = -1.0, (0, 0.0, 0.0)
     for c in range(n):
@@ -115,7 +102,7 @@ def departure(r: Residual) -> Departure:
 def contrast(one: Residual, others: Sequence[Residual]) -> Residual:
     """One residual less the median of its peers', which one of them that departs does not move: what it does and they do not.
 
-    Peers share most of what the forecast did not know; a quarter of its covariance is kept for what they do not share.
+    Peers share most of what the forecast did not know; `UNSHARED` of its covariance is kept for what they do not share.
     """
     shared = sorted(set(one.steps.tolist()).intersection(*(set(o.steps.tolist()) for o in others)))
 
@@ -124,8 +111,9 @@ def contrast(one: Residual, others: Sequence[Residual]) -> Residual:
 
     mine = at(one)
     rest = one.values[mine] - np.median([o.values[at(o)] for o in others], axis=0)
-    noise = math.sqrt(one.noise**2 + math.pi / 2 * sum(o.noise**2 for o in others) / len(others) ** 2)
-    return Residual(one.metric, np.array(shared), rest, 0.25 * one.matrix[np.ix_(mine, mine)], noise, one.widths[mine])
+    theirs = np.sum([o.noise[at(o)] ** 2 for o in others], axis=0) / len(others) ** 2
+    noise = np.sqrt(one.noise[mine] ** 2 + math.pi / 2 * theirs)
+    return Residual(one.metric, np.array(shared), rest, UNSHARED * one.matrix[np.ix_(mine, mine)], noise, one.widths[mine])
 
 
 def peers(residuals: dict[str, Residual], metrics: Sequence[str]) -> dict[str, Departure]:

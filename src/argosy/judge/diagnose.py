@@ -13,7 +13,7 @@ from rich.text import Text
 
 from argosy import spec
 from argosy.judge import departures as D
-from argosy.judge import points, register
+from argosy.judge import points, register, verdict
 from argosy.judge import signs as S
 from argosy.judge.signs import Sign
 from argosy.track import log as logs
@@ -34,12 +34,14 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
     Raises:
         ValueError: when no forecast is registered or there is no such run.
     """
-    body = register.newest(home, name)
-    if body is None:
+    bodies = register.all_of(home, name)
+    if not bodies:
         raise ValueError(f"no forecast of {name!r} is registered; argosy forecast register {name} makes one")
+    body = bodies[-1]
     log = logs.read(name, home)
     run = spec.from_json(log.run["run"])
-    found = D.residuals(body["forecast"], points.of_run(log, sorted({r["metric"] for r in body["forecast"]["rows"]})))
+    rows = points.of_run(log, sorted({r["metric"] for r in body["forecast"]["rows"]}))
+    found = D.residuals(body, rows, spec.steps(run))
     out = {metric: D.departure(r) for metric, r in found.items()}
     signs = S.all_of(log, run, home, name, found, out)
     groups = weigh(signs, log, interval(found))
@@ -58,6 +60,7 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
         second = ordered[1]["weight"]
         answer["likeliest"] = ordered[0]["group"]
         answer["ahead"] = float(f"{ordered[0]['weight'] / second:.3g}") if second else None
+    answer["differences"] = verdict.differences(bodies, log)[0]
     answer["why"] = why(answer, ordered, len(out))
     answer["groups"] = ordered
     answer["metrics"] = [told(d) for d in sorted(out.values(), key=lambda d: (-abs(d.sigmas), d.since))]
@@ -214,8 +217,9 @@ def why(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], count: int) -
 def show(body: dict[str, Any]) -> Stack:
     """The likeliest cause in words, signs by group, the metrics that departed, the nearest event and the branch."""
     head = Text.assemble((body["name"], "bold"), ": ", (body["why"], "" if body["departed"] else "bold green"))
+    other = [Text(f"It is not the run that was registered: {d}", style="bold magenta") for d in body["differences"]]
     if not body["departed"]:
-        return Stack(head)
+        return Stack(head, *other)
     groups = Table(box=None, pad_edge=False)
     for column in ("group", "weight", "since", "signs"):
         groups.add_column(column, justify="right" if column in ("weight", "since") else "left")
@@ -223,7 +227,7 @@ def show(body: dict[str, Any]) -> Stack:
         signs = "; ".join(g["signs"][:3]) + (f"; {len(g['signs']) - 3} more" if len(g["signs"]) > 3 else "")
         groups.add_row(g["group"], f"{g['weight']:.1f}", "" if g["since"] is None else f"{g['since']:,}", signs or "quiet")
     metrics = Table(box=None, pad_edge=False, title="departed, the surest first", title_justify="left")
-    for column in ("metric", "since", "change", "sigmas", "band widths out"):
+    for column in ("metric", "since", "change", "sigmas", "beyond the band"):
         metrics.add_column(column, justify="left" if column == "metric" else "right")
     departed = [m for m in body["metrics"] if m["departed"]]
     for m in departed[:12]:
@@ -242,4 +246,4 @@ def show(body: dict[str, Any]) -> Stack:
         )
     if body["branch"]:
         notes.append(f"to tell: {body['branch']['says']}")
-    return Stack(head, Text(""), groups, Text(""), metrics, Text(""), *map(Text, notes))
+    return Stack(head, *other, Text(""), groups, Text(""), metrics, Text(""), *map(Text, notes))

@@ -21,6 +21,7 @@ GRADIENT = re.compile(r"grad/norm/(?!total$)(.+)")
 PARAMETER = re.compile(r"params/norm/(?!total$)(.+)")
 SPEED = re.compile(r"throughput/.+")
 MOST = 40.0  # sigmas beyond which nothing is surer
+AGREES = 2.5  # sigmas with which the training loss bears out what all sets say
 RATE_OFF = 1e-4  # of the largest learning rate: beyond rounding
 BEGUN = 0.05  # of a run: parameter norms are compared from there on
 SMALLEST = 0.005  # of log: how well a parameter norm's growth is known at best
@@ -125,7 +126,7 @@ def of_parameters(log: logs.RunLog, run: spec.Run, home: Path, name: str) -> lis
         grown = [growth_at(r, metric, spec.steps(spec.from_json(r.run["run"])), steps / total) for r in own]
         spread = np.maximum(np.std(grown, axis=0, ddof=1) * math.sqrt(1 + 1 / len(own)), SMALLEST)
         values = growth_at(log, metric, total, steps / total) - np.mean(grown, axis=0)
-        r = D.Residual(metric, steps, values, 4 * np.outer(spread, spread), SMALLEST, values / (2 * D.WIDE * spread))
+        r = D.Residual(metric, steps, values, 4 * np.outer(spread, spread), np.full(len(steps), SMALLEST), np.zeros(len(steps)))
         group = PARAMETER.fullmatch(metric)
         out += sign(
             "optimizer", f"norm of {group.group(1) if group else metric}", D.departure(r), "against the ladder's growth"
@@ -158,7 +159,7 @@ def in_common(found: dict[str, D.Residual], out: dict[str, D.Departure], signs: 
     if len(moved) < 0.75 * len(sets):
         return []
     whole = " from the first evaluation on, so rather the ladder's law or a setting than an event" if not typical.before else ""
-    if not any(abs(d.sigmas) >= D.SURE for d in training):
+    if not any(abs(d.sigmas) >= AGREES and d.change * typical.change > 0 for d in training):
         return sign("implementation", f"all {len(sets)} sets", typical, f"and not the training loss: the evaluation{whole}")
     others = {s.group for s in signs} & {"routing", "optimizer"}
     if len(others) == 1:
