@@ -29,8 +29,8 @@ def loss(law: str, v: dict[str, float], n: np.ndarray, d: np.ndarray, s: np.ndar
     return v["E"] + r - v["K"] * r * (1 - np.cos(math.pi * g)) / 2 * 0.5
 
 
-def ladder(law: str, rng: np.random.Generator) -> tuple[P.Table, P.Table, np.ndarray]:
-    """Points of four rungs, a target at twenty fractions and what it measures."""
+def ladder(law: str, rng: np.random.Generator, hero: np.ndarray = FRACTIONS) -> tuple[P.Table, P.Table, np.ndarray]:
+    """Points of four rungs, a target at twenty fractions (or those given) and what it measures."""
     draw = lambda low, high: float(rng.uniform(low, high))  # noqa: E731
     v = {"E": draw(1.2, 1.8), "A": draw(0.5, 1.1), "a": draw(0.12, 0.32), "b": draw(0.12, 0.32), "B": draw(0.3, 0.8)}
     v |= {"G": draw(0.02, 0.12), "c": draw(0.6, 1.3), "K": draw(0.08, 0.25), "kappa": draw(0.3, 0.9), "bend": draw(0.9, 1.6)}
@@ -41,7 +41,7 @@ def ladder(law: str, rng: np.random.Generator) -> tuple[P.Table, P.Table, np.nda
         total_tokens = ratio * n
         steps = round(total_tokens / (4e6 * (1 + k) if k < 4 else 4.5e7)) + 4000
         offset, name = 0.001 * rng.normal(), f"rung{k}" if k < 4 else "hero"
-        for g in FRACTIONS:
+        for g in FRACTIONS if k < 4 else hero:
             s = max(1, round(g * steps))
             here = s / steps
             value = float(loss(law, v, n, np.array(total_tokens * here), np.array(float(s)), np.array(here)))

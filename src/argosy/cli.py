@@ -553,6 +553,23 @@ def bridge(
     )
 
 
+@forecast.command
+def judge(name: Name, /, home: Path = HOME, json: Json = False) -> None:
+    """Hold a run against its registered forecast: ahead, on track, behind, off or not comparable. Exit status 3 if it is off.
+
+    Args:
+        name: The hero, e.g. pocket.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.judge import verdict
+
+    found = verdict.judge(home, name)
+    emit(found) if json else verdict.show(found, console())
+    if found["verdict"] == "off":
+        sys.exit(3)
+
+
 @contextlib.contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
     """A function that says on standard error what is being done: one line that changes on a terminal, else one now and then."""
