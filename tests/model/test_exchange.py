@@ -6,12 +6,13 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxpr import equations
+from programs import equations
 
 from argosy import leaf, mesh, spec
 from argosy.model import exchange, experts
@@ -186,7 +187,7 @@ def program(carry, routing, capacity):
         y, book = carry(p, x, chosen, weights, valid, routing, capacity)
         return jnp.sum(y * f32(normal(9, *x.shape))), (y, book)
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    return programs.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
 
 
 def carried(carry, p, x, chosen, weights, valid, routing, capacity):
@@ -266,7 +267,7 @@ def whole(run, capacity):
         quiet = [jnp.sum(v) for v in jax.tree.leaves(stats) if v.dtype == jnp.float32]
         return jnp.sum(y.astype(jnp.float32) * out) + sum(quiet), (y, stats)
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    return programs.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
 
 
 def block(run, bias=None, capacity=None, spoil=False, dtype=jnp.float32):

@@ -7,10 +7,11 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxpr import equations
+from programs import equations
 
 from argosy import runs, spec
 from argosy.model import experts
@@ -41,7 +42,7 @@ def program(ranks, choice, capacity="bounded"):
         return jnp.sum(y * jax.sharding.reshard(cotangent(x), P("expert", None))), (y, book)
 
     mesh = Mesh(np.asarray(jax.devices()[:ranks]).reshape(1, 1, 1, ranks), spec.AXES, axis_types=(AxisType.Explicit,) * 4)
-    return mesh, jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    return mesh, programs.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
 
 
 def cotangent(x):
@@ -54,7 +55,7 @@ def oracle():
         y, _ = dense.dense(p, x, chosen, weights, valid, tuned(), "bounded")
         return jnp.sum(y * cotangent(x)), y
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    return programs.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
 
 
 def problem(chosen, valid):

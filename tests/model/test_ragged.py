@@ -6,13 +6,14 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AbstractDevice, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxpr import equations
+from programs import equations
 
 from argosy import leaf, mesh, spec
 from argosy.model import exchange
@@ -141,7 +142,7 @@ def oracle():
         y, _ = dense.dense(p, x, chosen, weights, valid, pocket.run().routing, "bounded")
         return jnp.sum(y * OUT), y
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    return programs.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
 
 
 def expected(case, keep):
@@ -172,7 +173,7 @@ def carried(run, by, capacity="bounded", dtype=jnp.float32):
         y, book = carry(jax.tree.map(lambda w: w.astype(dtype), p), x.astype(dtype), weights, chosen, valid)
         return jnp.sum(y.astype(jnp.float32) * jax.sharding.reshard(OUT, ROWS)), (y, book)
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True)), (over, ROWS, ROWS, ROWS, SHARDED)
+    return programs.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True)), (over, ROWS, ROWS, ROWS, SHARDED)
 
 
 def observed(run, program, places, chosen, valid, spoil=False):

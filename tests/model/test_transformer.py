@@ -3,14 +3,15 @@
 import math
 import re
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxpr import equations
+from programs import equations
 
 from argosy import leaf, runs, spec
 from argosy import mesh as meshes
@@ -53,17 +54,25 @@ def on(mesh, batch):
     return jax.tree.map(lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, meshes.B_S)), batch)
 
 
+@lru_cache
+def compiled(function, run):
+    return programs.jit(partial(function, run=run))
+
+
 def evaluate(run, function, batch, seed=0):
     mesh = meshes.make(run)
     with jax.set_mesh(mesh):
         params = leaf.init(transformer.leaves(run), mesh, seed)
         bias = jnp.zeros((run.model.layers, run.moe.experts))
-        return jax.jit(partial(function, run=run))(params, bias, on(mesh, batch))
+        return compiled(function, run)(params, bias, on(mesh, batch))
 
 
 def mean_loss(params, bias, batch, run):
     out = transformer.loss(params, bias, batch, run)
     return out.sums.total / out.sums.tokens.astype(jnp.float32) + out.aux
+
+
+gradients = jax.value_and_grad(mean_loss)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,7 @@ def test_every_position_sees_only_its_past():
 @pytest.mark.parametrize("choice", ["routing.balance=quantile", *CHOICES])
 def test_every_named_choice_has_a_finite_loss_and_gradient(choice):
     run = small(choice)
-    value, grads = evaluate(run, jax.value_and_grad(mean_loss), documents(run))
+    value, grads = evaluate(run, gradients, documents(run))
     assert abs(float(value) - np.log(run.model.vocab)) < 0.5  # a fresh network knows nothing
     for name, g in zip(leaf.flatten(transformer.leaves(run)), jax.tree.leaves(grads), strict=True):
         assert np.isfinite(g).all(), name
@@ -125,7 +134,7 @@ def test_padding_changes_nothing():
     batch = documents(run)
     short = batch._replace(valid=np.arange(32)[None] < np.full((8, 1), 24))
     noise = np.where(short.valid, batch.tokens, 5).astype(np.int32)
-    values = [evaluate(run, jax.value_and_grad(mean_loss), b) for b in (short, short._replace(tokens=noise))]
+    values = [evaluate(run, gradients, b) for b in (short, short._replace(tokens=noise))]
     for a, b in zip(jax.tree.leaves(values[0]), jax.tree.leaves(values[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
 
@@ -160,7 +169,7 @@ def test_bf16_learns_as_fp32_does():
 @pytest.mark.slow
 def test_remat_changes_no_number():
     batch = documents(small())
-    plain, again = (evaluate(small(f"compute.remat={r}"), jax.value_and_grad(mean_loss), batch) for r in ("none", "block"))
+    plain, again = (evaluate(small(f"compute.remat={r}"), gradients, batch) for r in ("none", "block"))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
