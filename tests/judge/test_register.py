@@ -69,7 +69,10 @@ def changed(path, old, new, rehash):
 def test_it_holds_what_it_rests_on(made):
     home, path, body = made
     assert path == home / "forecasts" / "hero" / "0001.json" and json.loads(path.read_text()) == body
-    assert stat.S_IMODE(path.stat().st_mode) == 0o444 and [p.name for p in path.parent.iterdir()] == ["0001.json"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o444 and sorted(p.name for p in path.parent.iterdir()) == [
+        "0001.json",
+        "page.json",
+    ]
     assert spec.from_json(body["hero"]) == pocket.run() and body["identity"]["key"] == pocket.run().key()
     assert body["identity"]["corpus_checksum"] == "5f1d77c2" and body["late"] is None and body["bridge"] is None
     assert [r["name"] for r in body["ladder"]] == [f"hero-{r.name}" for r in pocket.rungs()]
@@ -247,3 +250,30 @@ def test_points_of_the_file_are_those_of_the_store(made):
     home, _, body = made
     gathered = points.gather(home, "hero")
     assert body["data"]["points"] == [register.lean(row) for row in gathered.rows]
+
+
+def test_a_file_that_was_tampered_with_in_any_place_is_told_in_words(made, no_fit, tmp_path):
+    """Whatever stands in any place of it, and with a hash that fits: verify says that it does not hold, or that it is none."""
+    body = made[2]
+    assert verify.verify(made[1])["ok"]
+    deep = [("data", "points"), ("data", "target"), ("forecast", "rows"), ("forecast", "fit"), ("forecast", "covariance")]
+    places = [
+        (key,) for key in body if key not in ("sha256", "code", "packages", "reason", "created", "method", "seed", "late")
+    ]
+    for place in [*places, *deep]:
+        for value in (None, "x", [], {}, [3], {"a": 1}, -7):
+            other = json.loads(json.dumps(body))
+            inner = other[place[0]] if len(place) == 2 else other
+            if inner[place[-1]] == value or (place == ("data", "points")):
+                continue  # the refit is a stand-in here, which reads no points
+            inner[place[-1]] = value
+            kept = {k: v for k, v in other.items() if k != "sha256"}
+            digest = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+            path = tmp_path / "0001.json"
+            path.write_text(json.dumps(kept | {"sha256": digest}))
+            try:
+                found = verify.verify(path)
+            except ValueError as error:
+                assert "0001.json is not what was registered" in str(error), place
+                continue
+            assert not found["ok"], (place, value)

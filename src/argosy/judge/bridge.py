@@ -75,7 +75,9 @@ def bridge(
         **{key: before[key] for key in kept},
         "forecast": forecast,
     }
-    return register.write(home, name, body, before)
+    path, body = register.write(home, name, body, before)
+    register.show_page(home, name)
+    return path, body
 
 
 def the_event(log: logs.RunLog, asked: str) -> Body:

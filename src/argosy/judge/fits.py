@@ -16,7 +16,8 @@ Say = Callable[[str], None]
 def fit_rows(points: list[Body], asked: list[Body], method: str, seed: int, *, covariance: bool = False, say: Say) -> Body:
     """`fit.fit` metric by metric, told as it goes: rows in the target's order, `fit` and `covariance` of all metrics.
 
-    Bands are widened where the points, without their largest size, do not forecast it: `backtest`, in `fit.backtest`. A set's nats per
+    Bands of a law are widened where the points, without their largest size, do not forecast it: `backtest`, in `fit.backtest`; those of
+    trends come wide enough from their own runs. A set's nats per
     token are its bits per byte times a constant: one of them is fitted.
 
     Raises:
@@ -38,7 +39,7 @@ def fit_rows(points: list[Body], asked: list[Body], method: str, seed: int, *, c
         else:
             rows = P.of_rows([row for row in asked if row["metric"] == metric], "TARGET")
             found = fitting.fit(P.of_rows(own), rows, method, seed=seed, covariance=covariance)
-            tested = backtest.backtest(own, method, seed)
+            tested = backtest.backtest(own, method, seed) if P.kind(metric) == "loss" else None
             found = backtest.widened(found, metric, tested)
             found["fit"]["backtest"] = {metric: tested}
         done[metric] = found

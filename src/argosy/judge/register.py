@@ -18,6 +18,7 @@ import numpy as np
 from argosy import spec
 from argosy.forecast import points as P
 from argosy.forecast import surface
+from argosy.judge import ladders
 from argosy.judge import points as tables
 from argosy.judge.fits import Body, Say, fit_rows
 from argosy.plan import scaling
@@ -86,7 +87,16 @@ def register(
         "seed": SEED,
         "forecast": forecast,
     }
-    return write(home, name, body, before)
+    path, body = write(home, name, body, before)
+    show_page(home, name)
+    return path, body
+
+
+def show_page(home: Path, name: str) -> None:
+    """Give the page the newest bands."""
+    from argosy.judge import verdict  # which reads what is registered here
+
+    verdict.write_page(home, name)
 
 
 def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path, Body]:
@@ -158,7 +168,7 @@ def the_hero(home: Path, name: str, ladder: spec.Run, given: spec.Run | None) ->
         ValueError: naming what differs.
     """
     others = {"the run that is asked for": given}
-    if (home / "runs" / name / "run.json").is_file():
+    if ladders.has_begun(home / "runs" / name):
         others[f"run {name!r} in the store"] = spec.from_json(logs.run_json(home / "runs" / name)["run"])
     for what, run in others.items():
         if run is not None and (changed := spec.difference(ladder, run)):
@@ -272,20 +282,23 @@ def newest(home: Path, name: str) -> Body | None:
     return found[-1] if found else None
 
 
-NEEDED = (
-    "name",
-    "number",
-    "created",
-    "created_s",
-    "supersedes",
-    "hero",
-    "identity",
-    "data",
-    "method",
-    "seed",
-    "forecast",
-    "sha256",
-)
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "number": int,
+    "created": str,
+    "created_s": (int, float),
+    "supersedes": (str, type(None)),
+    "late": (dict, type(None)),
+    "bridge": (dict, type(None)),
+    "hero": dict,
+    "identity": dict,
+    "ladder": list,
+    "data": dict,
+    "method": str,
+    "seed": int,
+    "forecast": dict,
+    "sha256": str,
+}
 
 
 def load(path: Path) -> Body:
@@ -296,14 +309,19 @@ def load(path: Path) -> Body:
         OSError: when it cannot be read.
     """
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(path.read_bytes(), parse_constant=no_number)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise ValueError(f"it is no registered forecast of format {FORMAT}")
-        if missing := [key for key in NEEDED if key not in body]:
-            raise ValueError(f"it has no {', '.join(missing)}")
+        wrong = [key for key, kind in NEEDED.items() if key not in body or not isinstance(body[key], kind)]
+        if wrong:
+            raise ValueError(f"it has no {', '.join(wrong)} as it is registered")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not what was registered: {error}") from error
     return body
+
+
+def no_number(text: str) -> float:
+    raise ValueError(f"it holds {text}")
 
 
 def line(body: Body) -> str:

@@ -41,7 +41,7 @@ def verify(path: Path, say: Say = lambda _: None) -> Body:
         problems += consistent(body)
         again, differs = refitted(body, say)
         differs += compared(body["forecast"], again)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         problems.append(f"numbers: the data inside cannot be fitted: {type(error).__name__}: {error}")
     if differs:
         problems.append(f"numbers: {len(differs)} differ from a refit by more than {TOLERANCE:g} of their size")
@@ -94,6 +94,11 @@ def consistent(body: Body) -> list[str]:
     for key in sorted(told.keys() | said.keys()):
         if told.get(key) != said.get(key):
             wrong.append(f"numbers: identity says {key} {said.get(key)!r}, its hero has {told.get(key)!r}")
+    if register.stamp(body["created_s"]) != body["created"]:
+        wrong.append(f"numbers: it is dated {body['created']} and {register.stamp(body['created_s'])}")
+    rungs = {rung["name"] for rung in body["ladder"]}
+    if strangers := {row["run"] for row in body["data"]["points"]} - rungs:
+        wrong.append(f"numbers: points of {', '.join(sorted(strangers))}, which the ladder does not have")
     metrics = list(dict.fromkeys(row["metric"] for row in body["data"]["target"]))
     if body["data"]["target"] != tables.asked(hero, body["name"], metrics):
         wrong.append("numbers: the rows asked are not the hero's evaluations")
