@@ -97,7 +97,7 @@ def test_counts_follow_every_named_choice(choice):
 
 
 def test_changing_one_document_leaves_the_others_bit_identical():
-    run = small("routing.exchange=dense")
+    run = small("routing.exchange=dense", "model.layers=2")  # a local one and a global one
     batch = documents(run)
     other = batch.tokens.copy()
     other[:, 14:20] = (other[:, 14:20] + 7) % run.model.vocab
