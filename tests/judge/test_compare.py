@@ -241,7 +241,8 @@ def test_what_a_setting_sweeps(setting, names):
 
 def test_commas_that_are_legal_in_a_setting_stay_so():
     """Fails when thousands or JSON in a fixed setting are taken for a sweep."""
-    phases = 'data.phases=[{"name": "a", "until_frac": 0.5, "weights": [["library", 1]]}, {"name": "b", "until_frac": 1.0, "weights": [["library", 2]]}]'
+    part = '{"name": "%s", "until_frac": %s, "weights": [["library", 1], ["prose", 2]]}'
+    phases = f"data.phases=[{part % ('a', 0.5)}, {part % ('b', 1.0)}]"
     fixed = ["optim.horizon_tokens=131,072", phases, "optim.radius=per_expert"]
     made = sweeps.make(pocket.rung(32), "p", [*fixed, "optim.lr_scale=1,2"], 1)
     assert [replace(m.run, optim=replace(m.run.optim, lr_scale=2.0)) for m in made.members] == 2 * [

@@ -1,4 +1,4 @@
-"""`argosy compare A B`: is B worth promoting over A? Two ladders, or runs of one size with equal seeds, and what the gain is in compute."""
+"""`argosy compare A B`: is B worth promoting over A? Two ladders, or runs of one size; and what the gain is in compute."""
 
 import math
 import re
@@ -165,7 +165,7 @@ def of_runs(a: str, b: str, home: Path, floor: float, with_speed: bool, ladder: 
     notes = [] if pairs else ["no seed in common: the difference holds the luck of both runs"]
     pairs = pairs or [(float(np.mean([*scores[0].values()])), float(np.mean([*scores[1].values()])))]
     difference = finals.interval([y - x for x, y in pairs])
-    law = exponent(first, home, floor, ladder, alpha)
+    law = exponent(first, home, floor * min(scores[0].values()), floor, ladder, alpha)
     speed = speed_ratio(first, second) if with_speed else 1.0
     scale = speed * first.flops / second.flops
     body: dict[str, Any] = {
@@ -231,11 +231,16 @@ class Exponent(NamedTuple):
     notes: list[str]
 
 
-def exponent(run: Final, home: Path, floor: float, ladder: str, alpha: float | None) -> Exponent:
-    """The exponent for runs like this one: as given, or refitted on a ladder in the store that was scored on the same text."""
+def exponent(run: Final, home: Path, level: float, floor: float, ladder: str, alpha: float | None) -> Exponent:
+    """The exponent for runs like this one: as given, over the floor `level`, or refitted on a ladder of the store.
+
+    The ladder was scored on the same text; `floor` is a share of its smallest loss.
+
+    Raises:
+        ValueError: when the ladder that is asked for is unfinished, or was scored on other text.
+    """
     if alpha is not None:
-        share = floor * float(run.whole if run.whole is not None else run.part or 0.0)
-        return Exponent(alpha, share, {}, {"from": "--alpha", "alpha": alpha, "floor": share}, [])
+        return Exponent(alpha, level, {}, {"from": "--alpha", "alpha": alpha, "floor": level}, [])
     names = [ladder] if ladder else sorted(path.stem for path in (home / "ladders").glob("*.json"))
     for name in names:
         found, _ = sizes(name, home)

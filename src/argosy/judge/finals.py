@@ -71,7 +71,7 @@ def there(name: str, home: Path) -> bool:
 
 
 def same_text(found: Sequence[Final]) -> tuple[str, list[float]]:
-    """Which held-out text all these finished runs were scored on, and their macro bits per byte on it; never a mixture.
+    """Which held-out text all these finished runs were scored on, and their macro bits per byte; never a mixture.
 
     Raises:
         ValueError: when a run is unfinished, or no text is common to all.
@@ -79,8 +79,8 @@ def same_text(found: Sequence[Final]) -> tuple[str, list[float]]:
     for final in found:
         if not final.finished:
             raise ValueError(
-                f"run {final.name!r} has {final.updates:,} of {spec.steps(final.run):,} updates; only finished runs are compared:"
-                " the command that began it goes on with it"
+                f"run {final.name!r} has {final.updates:,} of {spec.steps(final.run):,} updates; only finished runs are"
+                " compared: the command that began it goes on with it"
             )
     for text, values in ((WHOLE, [f.whole for f in found]), (PART, [f.part for f in found])):
         known = [v for v in values if v is not None]

@@ -24,7 +24,8 @@ SWEPT = {"optim.lr_scale", "seed"}  # what may differ within a cell
 def fit(names: Sequence[str], home: Path) -> dict[str, Any]:
     """The rule refitted from the finished runs of sweeps over `optim.lr_scale`.
 
-    `names` are what the sweeps were of: `pocket-d32` stands for all `pocket-d32-sweep-...`, `pocket` also for those of its rungs.
+    `names` are what the sweeps were of: `pocket-d32` for all `pocket-d32-sweep-...`, `pocket` also for
+    those of its rungs.
 
     Raises:
         ValueError: when there are no such runs, when they cannot share a rule (naming what differs), or when no cell has an

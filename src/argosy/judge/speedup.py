@@ -21,7 +21,7 @@ Values = Sequence[float] | np.ndarray
 
 
 class Law(NamedTuple):
-    """log(L - floor) = log_a - alpha log C, fitted by least squares; `alpha_se` and `scatter` (in log) have n - 2 degrees of freedom."""
+    """log(L - floor) = log_a - alpha log C by least squares; `alpha_se`, `scatter` (in log) with n - 2 degrees of freedom."""
 
     alpha: float
     log_a: float
@@ -40,9 +40,9 @@ class Effect(NamedTuple):
 
 
 def speedup(base: float, variant: float, alpha: float, floor: float = 0.0) -> float:
-    """How many times the compute the baseline would need to reach the variant's loss: ((base - floor) / (variant - floor))^(1 / alpha).
+    """How many times its compute the baseline would need for the variant's loss: ((base - E) / (variant - E))^(1 / alpha).
 
-    Source: marin#4447's gate; the figure is marin#9126's.
+    E is the floor. Source: marin#4447's gate; the figure is marin#9126's.
 
     Raises:
         ValueError: when a loss is not above the floor, or alpha not above 0.

@@ -88,7 +88,8 @@ def split(text: str, like: Any) -> list[str]:
     parts.append(text[start:].strip())
     if len(parts) > 1 and isinstance(like, int | float) and any(re.fullmatch(r"0\d+", part) for part in parts):
         raise ValueError(
-            f"{text!r} may be values or thousands; write thousands as 1_048_576, or values with a space after each comma: 1,024, 2,048"
+            f"{text!r} may be values or thousands; write thousands as 1_048_576, or values with a space after"
+            " each comma: 1,024, 2,048"
         )
     return parts
 
@@ -125,8 +126,8 @@ def make(base: spec.Run, name: str, settings: Sequence[str], seeds: int) -> Swee
         swept[key] = parts
     if not swept:
         raise ValueError(
-            f"nothing is swept: give at least one key several values, e.g. --set optim.lr_scale=1,2,4 (now {known['optim.lr_scale']:g});"
-            " a number with commas for thousands counts as one value"
+            "nothing is swept: give at least one key several values, e.g. --set optim.lr_scale=1,2,4 (now"
+            f" {known['optim.lr_scale']:g}); a number with commas for thousands counts as one value"
         )
     begun = spec.override(base, fixed)
     members: list[Member] = []

@@ -106,11 +106,12 @@ def optimum(cell: Cell) -> Optimum:
 
 
 def refit(cells: Sequence[Cell], rule: scaling.Fit, source: str, seq_len: int, experts: tuple[int, int] | None) -> Refit:
-    """The rule through the optima of cells, by least squares weighted with their errors; what the cells do not tell stays as in `rule`.
+    """The rule through the optima of cells, by least squares weighted with their errors.
 
-    All cells share one variance of log loss about their parabolas, so that a cell with few runs is no more certain than it
-    can be. Exponents are free where the cells tell them: tokens and width if both vary and not together, else the one that
-    varies, else none. Errors grow where the cells scatter about the rule by more than their own.
+    What the cells do not tell stays as in `rule`. All cells share one variance of log loss about their parabolas, so that a
+    cell with few runs is no more certain than it can be. Exponents are free where the cells tell them: tokens and width if
+    both vary and not together, else the one that varies, else none. Intervals are Student's, 90%, of the cells' errors and
+    their scatter about the rule.
 
     Args:
         cells: at least one with an optimum inside what was tried.
@@ -129,7 +130,8 @@ def refit(cells: Sequence[Cell], rule: scaling.Fit, source: str, seq_len: int, e
     freedom = sum(o.freedom for o in used)
     if not freedom:
         raise ValueError(
-            "three learning rates and one seed in every cell leave no residuals to take an error from; sweep a fourth or --seeds 2"
+            "three learning rates and one seed in every cell leave no residuals to take an error from; sweep a"
+            " fourth rate, or --seeds 2"
         )
     variance = sum(o.rest for o in used) / freedom
     errors = np.array([math.sqrt(variance * o.unit) for o in used])

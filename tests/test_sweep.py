@@ -1,0 +1,96 @@
+"""`argosy sweep` as its user meets it: trained for real, killed, interrupted, gone on with, and left alone once finished."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """
+from argosy import runs, spec
+
+
+def run():
+    return spec.override(runs.find("pocket"), [
+        "model.vocab=320", "model.width=32", "model.layers=2", "model.head_width=8", "model.window=8", "model.gate_rank=4",
+        "moe.experts=8", "moe.experts_per_token=2", "moe.hidden=16", "moe.latent_width=16", "moe.shared_hidden=16",
+        "data.corpus=words", "data.seq_len=32", "data.batch_seqs=4", "data.max_epochs=100", "optim.horizon_tokens=12800",
+        "evals.tokens_per_set=256", "evals.batch_seqs=4", "evals.every_frac=0.5", "compute.readout_block_tokens=64",
+        'data.phases=[{"name": "main", "until_frac": 1.0, "weights": {"words": 1}}]',
+    ])
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A home with a recipe and a corpus."""
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    draw = random.Random(0)
+    words = ["sail", "wind", "rope", "deck", "mast", "keel", "tide", "star", "port", "crew"]
+    texts = [" ".join(draw.choices(words, k=60)) + f" {i}." for i in range(80)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = finished(tmp_path, "data", "build", str(tmp_path / "words.jsonl"), "--name", "words", "--vocab", "320")
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+def command(home, *words):
+    return [sys.executable, "-m", "argosy.cli", *words, "--home", str(home)]
+
+
+def finished(home, *words):
+    return subprocess.run(command(home, *words), capture_output=True, text=True, check=False, timeout=600)
+
+
+def sweep(home):
+    return ("sweep", f"{home / 'tiny.py'}:run", "--as", "t", "--set", "optim.lr_scale=1,4", "--seeds", "2", "--json")
+
+
+def ended_by(home, number, signal_number):
+    """A sweep that gets a signal once its run of this number is told of."""
+    process = subprocess.Popen(command(home, *sweep(home)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if re.match(rf"run {number} of 4\b", line):
+            break
+    else:
+        pytest.fail(f"the sweep told of no run {number}")
+    process.send_signal(signal_number)
+    process.communicate(timeout=300)
+    return process.returncode
+
+
+def files(folder):
+    return {p.relative_to(folder): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_sweep_killed_and_interrupted_comes_to_the_same_end(home):
+    """Fails when a sweep does not go on where it was ended, trains a finished run again, or comes to other figures than
+    a run that was trained by itself."""
+    assert ended_by(home, 2, signal.SIGKILL) == -signal.SIGKILL
+    first = home / "runs" / "t-sweep-lr_scale-1-s0"
+    before = files(first)
+    assert ended_by(home, 3, signal.SIGINT) == 130
+    ends = finished(home, *sweep(home))
+    assert ends.returncode == 0, ends.stderr
+    (found,) = json.loads(ends.stdout)["sweeps"]
+    assert (found["finished"], found["runs"], found["held_out"]) == (4, 4, "all held-out text")
+    assert files(first) == before
+    assert sorted(p.name for p in (home / "runs").iterdir()) == [f"t-sweep-lr_scale-{v}-s{s}" for v in (1, 4) for s in (0, 1)]
+    everything = files(home / "runs")
+    again = finished(home, *sweep(home))
+    (same,) = json.loads(again.stdout)["sweeps"]
+    assert same.pop("plan")["to_train"] == 0 and found.pop("plan")["runs"] == 4
+    assert same == found
+    assert files(home / "runs") == everything
+    alone = finished(
+        home, "train", f"{home / 'tiny.py'}:run", "--as", "alone", "--set", "optim.lr_scale=4", "--seed", "1", "--json"
+    )
+    assert json.loads(alone.stdout)["macro_bits_per_byte"] == found["arms"][1]["by_seed"]["1"]
+    clash = finished(home, *sweep(home), "--set", "optim.final_frac=0.5")
+    assert (clash.returncode, clash.stdout) == (2, "")
+    assert "exists with other values: optim.final_frac" in clash.stderr
