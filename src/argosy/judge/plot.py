@@ -15,7 +15,7 @@ from argosy import spec
 from argosy.forecast import joint, surface, trend
 from argosy.forecast import points as P
 from argosy.judge import points as tables
-from argosy.judge import register
+from argosy.judge import register, verdict
 from argosy.plan import flops
 from argosy.track import forecasts, metrics
 from argosy.track import log as logs
@@ -58,16 +58,16 @@ class Picture(NamedTuple):
 
 
 def page(home: Path, name: str) -> Body:
-    """What page.json of a hero holds, as the page and `--json` have it.
+    """What page.json of a hero holds, as the page and `--json` have it; made where it is missing.
 
     Raises:
         ValueError: when nothing is registered, or the file is damaged.
     """
     found = forecasts.forecast(home, name)
+    if not found and verdict.write_page(home, name):
+        found = forecasts.forecast(home, name)
     if not found:
-        raise ValueError(
-            f"no forecast of {name!r} is drawn under {home / 'forecasts'}; argosy forecast register {name} makes one"
-        )
+        raise ValueError(f"no forecast of {name!r} is registered; argosy forecast register {name} makes one from its ladder")
     return found
 
 
@@ -77,9 +77,11 @@ def picture(home: Path, name: str, metric: str = "") -> Picture:
     Raises:
         ValueError: when nothing is registered, or the forecast has no such metric, naming the nearest.
     """
-    body, drawn = register.newest(home, name), page(home, name)
+    drawn, body = page(home, name), register.newest(home, name)
     if body is None:
-        raise ValueError(f"no forecast of {name!r} is registered; argosy forecast register {name}")
+        raise ValueError(
+            f"{forecasts.page_path(home, name)} is there and no registered forecast beside it; bring 0001.json back"
+        )
     known = list(drawn["bands"])
     metric = metric or drawn["headline"] or known[0]
     if metric not in known:
@@ -159,10 +161,10 @@ def placed(columns: Body, hero: spec.Run) -> dict[str, np.ndarray]:
 
 def titles(drawn: Body, body: Body) -> tuple[str, str]:
     """The verdict and what was registered, in words."""
-    verdict = drawn.get("verdict")
-    said = f"{body['name']}: " + (f"{verdict['verdict']}" if verdict else "registered, not judged yet")
-    if verdict and verdict.get("since_step") is not None:
-        said += f" since update {verdict['since_step']:,}"
+    judged = drawn.get("verdict") or {}
+    said = f"{body['name']}: {judged.get('verdict') or 'registered, not judged yet'}"
+    if judged.get("since_step") is not None:
+        said += f" since update {judged['since_step']:,}"
     if body.get("bridge"):
         said += " (bridged)"
     late = f"late, after {body['late']['updates']:,} updates" if body.get("late") else "before the first update"
@@ -177,20 +179,23 @@ def draw(made: Picture) -> Any:
     """The picture as a Matplotlib figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12.5, 5.4), dpi=DPI, layout="constrained", facecolor="white")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.05))
+    figure = Figure(figsize=(12.5, 6.2), dpi=DPI, layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.08), height_ratios=(2.2, 1))
+    left, right = figure.add_subplot(grid[:, 0]), figure.add_subplot(grid[0, 1])
+    strip = figure.add_subplot(grid[1, 1], sharex=right)
     figure.suptitle(made.title, fontsize=15, fontweight="bold", color=INK, x=0.012, ha="left")
+    figure.supxlabel(made.below, fontsize=8.5, color=SOFT, x=0.012, ha="left")
     ladder(left, made)
     progress(right, made)
+    distance(strip, made)
     label = f"{made.metric} [{made.unit}]" if made.unit else made.metric
-    for axes in (left, right):
-        axes.set_ylabel(label, color=INK)
+    for axes in (left, right, strip):
+        axes.set_ylabel("from the forecast [%]" if axes is strip else label, color=INK)
         axes.grid(True, color="#e0ded6", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.tick_params(colors=SOFT, labelsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#b9b5aa")
-    figure.supxlabel(made.below, fontsize=8.5, color=SOFT, x=0.012, ha="left")
     return figure
 
 
@@ -233,39 +238,67 @@ def progress(axes: Any, made: Picture) -> None:
     """The hero over its progress."""
     shade(axes, made.band, "share", legend=True)
     if made.updated:
-        last = made.hero.share[-1] if len(made.hero.share) else 0.0
-        rest = made.updated["share"] >= last
-        axes.plot(
-            made.updated["share"][rest],
-            made.updated["mean"][rest],
-            "--",
-            color=UPDATED,
-            linewidth=1.6,
-            label="updated by its own curve",
-            zorder=3,
-        )
-        if {"lo90", "hi90"} <= set(made.updated) and rest.any():
-            end = [[made.updated["mean"][-1] - made.updated["lo90"][-1]], [made.updated["hi90"][-1] - made.updated["mean"][-1]]]
-            axes.errorbar([1.0], made.updated["mean"][-1:], yerr=end, color=UPDATED, capsize=4, linewidth=1.4, zorder=3)
+        x, label = made.updated["share"], f"updated by its own curve, end {ending(made.updated)}"
+        axes.plot(x, made.updated["mean"], "--", color=UPDATED, linewidth=1.6, label=label, zorder=3)
+        if {"lo90", "hi90"} <= set(made.updated):
+            axes.fill_between(x, made.updated["lo90"], made.updated["hi90"], color=UPDATED, alpha=0.15, linewidth=0)
     if len(made.hero.share):
-        axes.plot(made.hero.share, made.hero.value, "o-", color=INK, markersize=4, linewidth=1.1, label="measured", zorder=4)
-    axes.set_xlim(0, 1.02)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    axes.set_xlabel("share of the run", color=INK)
+        label = f"measured, last {made.hero.value[-1]:.4g} at {made.hero.share[-1]:.0%}"
+        axes.plot(made.hero.share, made.hero.value, "o-", color=INK, markersize=4, linewidth=1.1, label=label, zorder=4)
+    axes.tick_params(labelbottom=False)
     axes.set_title(f"The hero: {made.meaning}", loc="left", fontsize=10.5, color=INK)
     axes.legend(fontsize=8.5, frameon=False)
 
 
+def distance(axes: Any, made: Picture) -> None:
+    """The hero over its forecast, less 1, in per cent, with the bands."""
+    band, middle = made.band, made.band.get("mean", np.zeros(0))
+
+    def percent(share: np.ndarray, value: np.ndarray) -> np.ndarray:
+        return 100 * (value / np.interp(share, band["share"], middle, left=math.nan, right=math.nan) - 1)
+
+    if len(middle) and (middle > 0).all():
+        for width, alpha in (("90", 0.18), ("50", 0.28)):
+            low, high = (percent(band["share"], band[f"{side}{width}"]) for side in ("lo", "hi"))
+            axes.fill_between(band["share"], low, high, color=BAND, alpha=alpha, linewidth=0)
+        axes.axhline(0, color=MEAN, linewidth=1.1)
+        if made.updated:
+            axes.plot(
+                made.updated["share"], percent(made.updated["share"], made.updated["mean"]), "--", color=UPDATED, linewidth=1.6
+            )
+        axes.plot(made.hero.share, percent(made.hero.share, made.hero.value), "o-", color=INK, markersize=4, linewidth=1.1)
+    axes.set_xlim(0, 1.02)
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:+.3g}")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    axes.set_xlabel("share of the run", color=INK)
+
+
+def ending(columns: dict[str, np.ndarray]) -> str:
+    """The last row in words.
+
+    >>> ending({"mean": np.array([1.3, 1.2154]), "lo90": np.array([1.2, 1.203]), "hi90": np.array([1.4, 1.226])})
+    '1.215 (90%: 1.203 to 1.226)'
+    """
+    band = f" (90%: {columns['lo90'][-1]:.4g} to {columns['hi90'][-1]:.4g})" if {"lo90", "hi90"} <= set(columns) else ""
+    return f"{columns['mean'][-1]:.4g}{band}"
+
+
 def shade(axes: Any, band: dict[str, np.ndarray], across: str, legend: bool) -> None:
     """The registered bands and their mean."""
-    if not band:
+    if not len(band.get("mean", ())):
         return
     for width, alpha in (("90", 0.18), ("50", 0.28)):
         label = f"registered {width}% band" if legend else None
         axes.fill_between(
             band[across], band[f"lo{width}"], band[f"hi{width}"], color=BAND, alpha=alpha, linewidth=0, label=label
         )
-    axes.plot(band[across], band["mean"], color=MEAN, linewidth=1.1, label="registered mean" if legend else "hero, registered")
+    axes.plot(
+        band[across],
+        band["mean"],
+        color=MEAN,
+        linewidth=1.1,
+        label=f"registered mean, end {ending(band)}" if legend else "hero, registered",
+    )
 
 
 def level(axes: Any, made: Picture) -> None:

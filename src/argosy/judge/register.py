@@ -4,6 +4,7 @@
 refit it from the data inside (`verify`); that it was there before the run is for an outside witness to say (`line`, `witness`).
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -137,6 +138,10 @@ def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path,
         os.fsync(handle)
     finally:
         os.close(handle)
+    with contextlib.suppress(OSError):  # the page's file can be made again
+        from argosy.judge import verdict  # which rests on this module
+
+        verdict.write_page(home, name, body=body)
     return path, body
 
 

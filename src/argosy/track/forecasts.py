@@ -49,16 +49,14 @@ def forecast(home: Path, name: str) -> Body:
     if not body:
         return {}
     for metric, band in body["bands"].items():
-        columns = [band.get(key) for key in BAND] if isinstance(band, dict) else []
-        if len({len(column) if isinstance(column, list) else -1 for column in columns} - {-1}) != 1 or not all(
-            isinstance(c, list) for c in columns
-        ):
-            raise ValueError(
-                f"{page_path(home, name)} is not what was written: the band of {metric} has no even columns; {remedy}"
-            )
+        columns: list[Any] = [band.get(key) for key in BAND] if isinstance(band, dict) else [None]
+        if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) > 1:
+            raise ValueError(f"{page_path(home, name)} is not what was written: the columns of {metric} are uneven; {remedy}")
     known = {metric: metrics.describe(metric) for metric in sorted(body["bands"], key=metrics.rank)}
     about = {metric: {"unit": m.unit, "meaning": m.meaning, "panel": m.panel, "label": m.label} for metric, m in known.items()}
-    return body | {"metrics": about, "headline": metrics.macro_bpb(list(known))}
+    told = body.get("verdict")
+    headline = told.get("headline") if isinstance(told, dict) else None
+    return body | {"metrics": about, "headline": headline or metrics.macro_bpb(list(known)) or next(iter(known), None)}
 
 
 def loaded(path: Path, parts: dict[str, type], remedy: str) -> Body:

@@ -57,13 +57,15 @@ function judgement() {
   $("verdict-since").textContent = rest + (since !== null && since !== undefined ? ` since update ${grouped(since)} (${part(since)})` : "");
   const marks = [forecast.forecast.late && ["late", "registered late"], forecast.forecast.bridged && ["bridged", "bridged"]].filter(Boolean);
   $("verdict-marks").replaceChildren(...marks.map(([kind_, text]) => element("span", { className: `chip ${kind_}`, textContent: text })));
-  $("verdict-why").textContent = verdict?.why ?? "The bands were fixed from small runs; each evaluation will be held against them.";
+  $("verdict-why").textContent = verdict?.differences?.length ? "The run is not the one that was registered, so its figures say nothing about the forecast:" : verdict?.why ? sentence(verdict.why) : "The bands were fixed from small runs; each evaluation will be held against them.";
   differences(verdict?.differences ?? []);
   $("end").replaceChildren(...ends(verdict?.end));
   $("registered").replaceChildren(...registration(forecast.forecast));
   judgedMetrics(verdict?.metrics ?? {});
   choices();
 }
+
+const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!]$/.test(text) ? "" : ".");
 
 function differences(found) {
   $("differences").hidden = !found.length;
@@ -74,7 +76,7 @@ function ends(end) {  // registered and updated forecast of the end on one scale
   const { forecast } = page, name = forecast.headline, band = forecast.bands[name], unit = forecast.metrics[name]?.unit ?? "";
   const last = band ? band.mean.length - 1 : -1;
   const registered = end?.registered ?? (last >= 0 ? Object.fromEntries(["mean", "lo90", "hi90"].map((key) => [key, band[key][last]])) : null);
-  if (!registered || registered.mean === null) return [];
+  if (!registered || registered.mean === null || !forecast.metrics[name]) return [];
   const one = page.series[name], measured = one?.mean.at(-1) ?? null, over = page.summary.progress === 1;
   const rows = [["registered", registered], ...(end?.updated && !over ? [["updated by the run", end.updated]] : []), ...(measured !== null && over ? [["measured", { mean: measured }]] : [])];
   const values = rows.flatMap(([, row]) => [row.mean, row.lo90, row.hi90]).filter((value) => value !== undefined && value !== null);
@@ -111,12 +113,13 @@ function registration(about) {  // who promised what, when
 }
 
 function witnesses(found) {
-  const all = (Array.isArray(found) ? found : found ? [found] : []).map((one) => (typeof one === "string" ? one : (one.where ?? plain(one))));
+  const all = (Array.isArray(found) ? found : found ? [found] : []).map((one) => (typeof one === "string" ? one : (one.at ?? one.where ?? plain(one))));
   return [all.length ? `recorded: ${all.join("; ")}` : "none outside this store is recorded"];
 }
 
 function judgedMetrics(found) {
-  const names = [...Object.keys(page.forecast.metrics).filter((name) => name in found), ...Object.keys(found).filter((name) => !(name in page.forecast.metrics))];
+  const order = ["off", "behind", "ahead", "on track"], place = (name) => (order.includes(found[name].verdict) ? order.indexOf(found[name].verdict) : order.length);
+  const names = Object.keys(page.forecast.metrics).filter((name) => name in found).sort((a, b) => place(a) - place(b));  // worst first
   $("judged-metrics").hidden = names.length < 2;
   $("judged-count").textContent = `All ${names.length} metrics held against their bands`;
   const rows = names.map((name) => {
@@ -190,7 +193,9 @@ function choices() {
 }
 
 function residual(place) {
-  const name = residualOf, points = distances(name), band = page.forecast.bands[name];
+  const name = residualOf, band = page.forecast.bands[name];
+  if (!band) return { data: [] };
+  const points = distances(name);
   const limit = (key, step, open) => { const mean = between(band, step); return mean ? between(band, step, key) / mean - 1 : open; };
   const out = points.map(([step, value]) => value < limit("lo90", step, -Infinity) || value > limit("hi90", step, Infinity));
   const measured = { type: "scatter", mode: "lines+markers", x: points.map(([step]) => across(step)), y: points.map(([, value]) => value), name: "measured", line: { width: 2, color: color("ink") }, marker: { size: out.map((one) => (one ? 10 : 6)), symbol: out.map((one) => (one ? "x" : "circle")), color: out.map((one) => color(one ? "bad" : "ink")) }, hovertemplate: "measured %{y:+.2%}<extra></extra>" };
