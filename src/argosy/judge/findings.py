@@ -19,6 +19,7 @@ from argosy.track.log import RunLog
 GO, CAUTION, NO_GO = "GO", "CAUTION", "NO-GO"
 LEVELS = (GO, CAUTION, NO_GO)
 CHANCE = 0.05  # of one false finding among all groups of a run
+FINISHED = 0.9  # of a run: before that norms of healthy runs grow as fast as those of others, and no exponent is judged
 WEIGHT = 0.1  # of the whole gradient's square: groups below it do not decide
 
 
@@ -69,13 +70,20 @@ def found(rule: str, where: str, value: float, says: str) -> Evidence:
 
 
 def of_run(log: RunLog, until: int | None = None) -> list[Evidence]:
-    """What a run shows in its first `until` updates, or in all that it has; one that has hardly begun shows nothing."""
+    """What a run shows in its first `until` updates, or in all that it has; one that has hardly begun shows nothing.
+
+    How fast norms grow is judged once a run is nearly finished.
+    """
     run = spec.from_json(log.run["run"])
     grown = G.growth(log, until=until)
+    rates = []
+    if max((g.updates for g in grown.values()), default=0) >= FINISHED * spec.steps(run):
+        rates = late(log.name, "gradient growth", [grown[n] for n in heavy(grown)])
+        rates += late(log.name, "parameter growth", [g for n, g in grown.items() if n.startswith("params/norm/")])
     return [
         *losses(log, until),
-        *gradients(log.name, grown),
-        *late(log.name, "parameter growth", [g for n, g in grown.items() if n.startswith("params/norm/")]),
+        *level(log.name, grown),
+        *rates,
         *logits(log.name, run, grown.get("train/logit_z")),
         *dropped(log, run, until),
         *bias(log, until),
@@ -112,14 +120,13 @@ def heavy(grown: dict[str, G.Growth]) -> list[str]:
     return [total.metric, *(n for n in parts if grown[n].last ** 2 >= WEIGHT * total.last**2)]
 
 
-def gradients(name: str, grown: dict[str, G.Growth]) -> list[Evidence]:
-    """The gradient's norm, and how it and its groups grow in the second half."""
-    groups = [grown[n] for n in heavy(grown)]
-    if not groups or not math.isfinite(groups[0].peak):
+def level(name: str, grown: dict[str, G.Growth]) -> list[Evidence]:
+    """The gradient's norm where it is largest."""
+    total = grown.get("grad/norm/total")
+    if total is None or not math.isfinite(total.peak):
         return []
-    total = groups[0]
     says = f"the norm peaks at {total.peak:.3g}, at {total.peak_at:.0%} of the run; {total.last:.3g} at the end"
-    return [found("gradient level", name, total.peak, says), *late(name, "gradient growth", groups)]
+    return [found("gradient level", name, total.peak, says)]
 
 
 def late(name: str, rule: str, groups: Sequence[G.Growth]) -> list[Evidence]:
