@@ -458,7 +458,8 @@ def plot(name: Name, /, metric: str = "", out: Path | None = None, home: Path = 
 
     written = None
     if out is not None or not json:
-        written = plotting.save(plotting.picture(home, name, metric), out or Path(f"{name}-forecast.png"))
+        to = plotting.legal(out or Path(f"{name}-forecast.png"))
+        written = plotting.save(plotting.picture(home, name, metric), to)
     emit(plotting.page(home, name)) if json else print(f"wrote {written}")
 
 

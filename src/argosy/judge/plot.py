@@ -315,8 +315,7 @@ def save(made: Picture, out: Path) -> Path:
         ValueError: for another ending.
         OSError: when the disk refuses.
     """
-    check(out)
-    aside = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
+    aside = legal(out).with_name(f".{out.name}.{os.getpid()}{out.suffix}")
     try:
         draw(made).savefig(aside)
         os.replace(aside, out)
@@ -325,7 +324,10 @@ def save(made: Picture, out: Path) -> Path:
     return out
 
 
-def check(out: Path) -> None:
-    """Refuse a file that is no picture, before anything is computed."""
+def legal(out: Path) -> Path:
+    """The same path, refused before anything is computed where it is no picture's or its folder is not there."""
     if out.suffix.lower() not in FORMATS:
         raise ValueError(f"--out {out} must end in {', '.join(FORMATS)}; nearest legal {out.with_suffix('.png')}")
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--out {out}: there is no folder {out.absolute().parent}")
+    return out
