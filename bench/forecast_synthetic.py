@@ -62,7 +62,7 @@ def coverage(count: int, seed: int = 0) -> dict[str, tuple[float, float, float]]
     for k in range(count):
         law = LAWS[k % len(LAWS)]
         points, target, actual = ladder(law, rng)
-        bands = joint.predict(joint.fit(points, target, seed=k, draws=128), points, target)
+        bands = joint.predict(joint.parts(joint.fit(points, target, seed=k, draws=128), points, target))
         inside = [float(((actual >= bands[f"lo{q}"]) & (actual <= bands[f"hi{q}"])).mean()) for q in (90, 50)]
         found[law].append((*inside, float(((bands["hi90"] - bands["lo90"]) / bands["mean"] / 2).mean())))
     return {law: tuple(np.mean(rows, axis=0)) for law, rows in found.items()}

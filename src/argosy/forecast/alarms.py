@@ -13,6 +13,7 @@ from argosy.forecast import points as P
 
 UNFINISHED = 0.975  # of its steps
 ONE_PERCENT = 0.01
+GAP = 0.02  # of log L, added to the law
 CONDITION, LOOSE = 1e5, 3  # of the points' derivatives in prior spreads; directions that they leave to the prior
 OFF_TREND, OTHER_UNITS = 0.03, 0.25  # of log L, the middle of a run's residuals
 EARLY = 0.004  # of log L, a run's first point
@@ -161,13 +162,35 @@ def refit(
     return surface.log_loss(s, theta, shape, s.target)[0], cost
 
 
+def gap(found: joint.Fitted, bands: dict[str, np.ndarray]) -> np.ndarray:
+    """What is added to the law's log at the target's rows, for what it misses alike in all runs; zeros where nothing is."""
+    return (
+        np.log(bands["mean"])
+        - surface.log_loss(found.setting, found.best[None], np.array([found.shape]), found.setting.target)[0]
+    )
+
+
+def law_misses(found: joint.Fitted, bands: dict[str, np.ndarray], metric: str) -> list[Alarm]:
+    """Whether the forecast rests on what the law misses."""
+    missed = gap(found, bands)
+    i = int(np.argmax(np.abs(missed)))
+    if abs(missed[i]) < GAP:
+        return []
+    message = (
+        f"{metric}: the runs miss the law alike at like fractions, the larger ones more; the forecast follows them, by up to"
+        f" {math.expm1(missed[i]):+.1%}, {math.expm1(missed[-1]):+.1%} at the target's last row"
+    )
+    return [alarm("law_misses", message)]
+
+
 def leaving_out(found: joint.Fitted, points: P.Table, bands: dict[str, np.ndarray], metric: str) -> list[Alarm]:
     """Whether the forecast without one run leaves the 90% band."""
     if not 3 <= len(found.runs) <= joint.FEW_RUNS:
         return []
+    missed = gap(found, bands)
     out = []
     for k, run in enumerate(found.runs):
-        curve = np.exp(refit(found, points, (found.run_of != k).astype(float))[0])
+        curve = np.exp(refit(found, points, (found.run_of != k).astype(float))[0] + missed)
         outside = (curve < bands["lo90"]) | (curve > bands["hi90"])
         if outside.mean() > 0.1:
             i = int(np.argmax(np.abs(np.log(curve / bands["mean"]))))
@@ -193,7 +216,7 @@ def forms(found: joint.Fitted, points: P.Table, bands: dict[str, np.ndarray], me
     centre = s.centre[s.names.index("E")]
     for value in (centre - FLOOR_MOVED, centre + FLOOR_MOVED):
         others[f"a floor of {s.least / (1 + math.exp(-value)):.3g}"] = ("E", value)
-    one = np.ones(len(found.run_of))
+    one, missed = np.ones(len(found.run_of)), gap(found, bands)
     _, cost = refit(found, points, one)
     last = int(np.argmin(bands["mean"]))
     disagree = []
@@ -202,7 +225,7 @@ def forms(found: joint.Fitted, points: P.Table, bands: dict[str, np.ndarray], me
         pinned = s._replace(centre=s.centre.copy(), spread=s.spread.copy())
         pinned.centre[k], pinned.spread[k] = value, 1e-6
         curve, other = refit(found, points, one, pinned)
-        off = math.exp(curve[last]) / bands["mean"][last] - 1
+        off = math.exp(curve[last] + missed[last]) / bands["mean"][last] - 1
         if other - cost < EQUAL and abs(off) > ONE_PERCENT:
             disagree.append(f"{name} {off:+.1%}")
     if not disagree:
@@ -269,6 +292,7 @@ def all_of(found: joint.Fitted, points: P.Table, target: P.Table, bands: dict[st
         *residuals(found, points, metric),
         *condition(found, metric),
         *leaving_out(found, points, bands, metric),
+        *law_misses(found, bands, metric),
         *forms(found, points, bands, metric),
         *envelope(points, target, bands, metric),
     ]

@@ -128,13 +128,14 @@ def by_law(out, about, joined, asked, points, own, rows, metric, method, seed) -
     usable = P.take(rows, good)
     if sigmoid is None:
         found = joint.fit(own, usable, seed)
-        bands = joint.predict(found, own, usable)
+        parts = joint.parts(found, own, usable)
+        bands = joint.predict(parts)
         about["parameters"][metric] = surface.named(found.setting, found.best)
         if "lr" in found.setting.terms:
             about["parameters"][metric] |= found.setting.shapes[found.shape]._asdict()
-        about["noise"][metric] = found.noise
+        about["noise"][metric] = parts.noise
         about["alarms"] += alarms.all_of(found, own, usable, bands, metric)
-        common = joint.covariance(found, own, usable) if joined is not None else None
+        common = joint.covariance(parts) if joined is not None else None
     else:
         bands = accuracy.predict(sigmoid, own, usable)
         about["alarms"] += alarms.tables(own, usable, metric)

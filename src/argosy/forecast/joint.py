@@ -3,7 +3,7 @@
 The law is `surface.log_loss`. Residuals are of log L, Student-t; each run with several rows has an offset of its own (the luck
 of one run, and what the law misses about it). Bands come from refits: each draws new noise, a new place for every prior, a shape
 of release by its weight, and leaves one run out now and then (many runs: weights them at random). To that the target's own
-offset, noise of one evaluation and a share of the distance in scale are added.
+offset, what the law misses alike in all runs, noise of one evaluation and a share of the distance in scale are added.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from argosy.forecast import least, surface
+from argosy.forecast import gap, least, surface
 from argosy.forecast import points as P
 
 OFFSET = 0.0015  # spread of a run's offset in log L
@@ -21,6 +21,7 @@ THIN = 40  # and at most this many of them are used
 EARLIEST = 0.0499  # of a run; what lies before is not fitted where at least five rows lie after
 STARTS, DRAWS = 8, 256
 KEPT_SHAPES = 6
+GAP_ROWS = 5  # two runs with as many say what the law misses alike in both
 FEW_RUNS = 12  # up to here refits leave runs out; beyond, runs are weighted at random
 PRIOR_DOUBT = 1.4  # the priors' places are drawn this many spreads wide: they are themselves guesses
 WILD = 4.0  # robust spreads of the refits at a row: what lies beyond counts as this far
@@ -143,24 +144,35 @@ def refits(found, y, weight, offsets, theta, which, cost, rng, draws) -> Fitted:
 class Parts(NamedTuple):
     """What makes up the target's band, in log: the law, what is common to a run beyond it, and one evaluation."""
 
-    mean: np.ndarray  # of the best fit [N]
-    curves: np.ndarray  # of the refits [R, N]
+    mean: np.ndarray  # of the best fit, with what the law misses alike in all runs [N]
+    curves: np.ndarray  # of the refits [R, N], with draws of that
     luck: float  # spread of the run's offset
     drift: np.ndarray  # spread of the distance in scale, common to the run [N]
     noise: float  # scale of one evaluation's noise, Student t
 
 
 def parts(found: Fitted, points: P.Table, target: P.Table) -> Parts:
-    """What `predict` and `covariance` are made of."""
+    """What `predict` and `covariance` are made of.
+
+    Where runs have fractions and two of them rows enough, what the law misses alike in all of them is added (`gap`).
+    """
     s = found.setting
     mean = surface.log_loss(s, found.best[None], np.array([found.shape]), s.target)[0]
     curves = surface.log_loss(s, found.draws, found.draw_shapes, s.target)
-    return Parts(mean, curves, luck(found), PER_DECADE * distance(points, target), found.noise)
+    noise = found.noise
+    if "g" in s.terms and (np.bincount(found.run_of) >= GAP_ROWS).sum() >= 2:
+        own = P.take(points, found.rows)
+        law = surface.log_loss(s, found.best[None], np.array([found.shape]), s.points)[0]
+        missed = gap.find(own, np.log(own.value) - law, found.run_of, target)
+        values, vectors = np.linalg.eigh(missed.covariance)
+        spread = vectors * np.sqrt(np.maximum(values, 0))
+        curves = curves + np.random.default_rng(2).normal(size=curves.shape) @ spread.T
+        mean, noise = mean + missed.mean, missed.noise
+    return Parts(mean, curves, luck(found), PER_DECADE * distance(points, target), noise)
 
 
-def predict(found: Fitted, points: P.Table, target: P.Table, seed: int = 1) -> dict[str, np.ndarray]:
+def predict(p: Parts, seed: int = 1) -> dict[str, np.ndarray]:
     """Mean and bands of the target's rows, in the metric's unit."""
-    p = parts(found, points, target)
     rng = np.random.default_rng(seed)
     own = rng.normal(size=(3, len(p.curves), 1))
     heavy = np.sqrt(least.FREEDOM / rng.chisquare(least.FREEDOM, size=(len(p.curves), 1)))
@@ -170,13 +182,12 @@ def predict(found: Fitted, points: P.Table, target: P.Table, seed: int = 1) -> d
     return {"mean": np.exp(p.mean), **bands}
 
 
-def covariance(found: Fitted, points: P.Table, target: P.Table) -> tuple[np.ndarray, float]:
+def covariance(p: Parts) -> tuple[np.ndarray, float]:
     """Covariance [N, N] of log L between the target's rows of one run, and the standard deviation of one evaluation on top.
 
     It is of what `predict` draws: the refits' curves, the run's luck, the distance in scale. Curves far out count only as far as
     `WILD` robust spreads.
     """
-    p = parts(found, points, target)
     common = drawn_covariance(p.curves)
     return common + p.luck**2 + np.outer(p.drift, p.drift), p.noise * math.sqrt(least.FREEDOM / (least.FREEDOM - 2))
 
