@@ -13,7 +13,7 @@ from argosy import cli, spec, voyage
 from argosy.judge import ladders
 from argosy.plan.ladder import Rung
 from argosy.runs import pocket
-from argosy.track import log
+from argosy.track import log, store
 
 # Two sizes, and the smaller one from another seed: two programs to compile.
 CLIMB = """
@@ -150,3 +150,16 @@ def test_a_stop_ends_the_climb_even_at_a_rungs_last_update(tmp_path, monkeypatch
     rungs = tuple(Rung(f"d{width}", pocket.rung(width), "size") for width in (64, 32, 48))
     assert not voyage.climb("pocket", rungs, spec.Host(home=tmp_path))
     assert trained == ["pocket-d32", "pocket-d48"]
+
+
+def test_a_rung_that_exists_with_other_values_is_refused_before_any_is_trained(tmp_path, monkeypatch):
+    """Fails when hours are spent on small rungs before a large one is found to be another run."""
+    monkeypatch.setattr(voyage, "train", lambda *_, **__: pytest.fail("trained"))
+    rungs = pocket.rungs()
+    other = spec.override(rungs[3].run, ["optim.lr_scale=1"])
+    folder = tmp_path / "runs" / "pocket-d96"
+    store.create(folder, spec.to_json(other), {})
+    store.open_writer(folder, 0).close()
+    with pytest.raises(ValueError, match=r"'pocket-d96' exists with other values: optim.lr_scale 1.0 -> 2.0"):
+        voyage.climb("pocket", rungs, spec.Host(home=tmp_path))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["pocket-d96"]

@@ -230,8 +230,9 @@ def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host, whole: str, o
     from argosy import processes
     from argosy.train import loop
 
-    for run in left.values():
+    for name, run in left.items():
         loop.ready(run)
+        store.there(replace(host, name=name).folder, spec.to_json(run))
     stopping: list[str] = []
     with progress.of_several(dict(runs), list(left), whole, one) as showing:
         for name, run in left.items():

@@ -58,20 +58,29 @@ def create(folder: Path, run: dict[str, Any], code: dict[str, Any], **about: Any
         ValueError: when the folder holds a run with other values, naming them and the two ways out; when its run.json is damaged.
         OSError: when the disk refuses.
     """
-    path = folder / "run.json"
-    if path.is_file():
-        there, asked = flat(run_json(folder)["run"]), flat(json.loads(line(run)))
-        changed = [f"{k} {there.get(k)} -> {asked.get(k)}" for k in sorted(there | asked) if there.get(k) != asked.get(k)]
-        if changed and any(r["kind"] == "attempt" for r in read_records(folder / "lineage.jsonl")[0]):
-            raise ValueError(
-                f"run {folder.name!r} exists with other values: {'; '.join(changed)}; a run keeps its values for life;"
-                f" go on with the old ones, or start a new run with --as {folder.name}-2"
-            )
-        if not changed:
-            return
+    if there(folder, run):
+        return
     (folder / "metrics").mkdir(parents=True, exist_ok=True)
     body = {"format": FORMAT, "name": folder.name, "created": time.time(), "run": run, "code": code, **about}
-    write_json(path, body)
+    write_json(folder / "run.json", body)
+
+
+def there(folder: Path, run: dict[str, Any]) -> bool:
+    """Whether the folder holds this run; False too where it holds another that never began.
+
+    Raises:
+        ValueError: when it holds a run with other values, naming them and the two ways out; when its run.json is damaged.
+    """
+    if not (folder / "run.json").is_file():
+        return False
+    old, asked = flat(run_json(folder)["run"]), flat(json.loads(line(run)))
+    changed = [f"{k} {old.get(k)} -> {asked.get(k)}" for k in sorted(old | asked) if old.get(k) != asked.get(k)]
+    if changed and any(r["kind"] == "attempt" for r in read_records(folder / "lineage.jsonl")[0]):
+        raise ValueError(
+            f"run {folder.name!r} exists with other values: {'; '.join(changed)}; a run keeps its values for life;"
+            f" go on with the old ones, or start a new run with --as {folder.name}-2"
+        )
+    return not changed
 
 
 def open_writer(folder: Path, at_step: SupportsIndex, **about: Any) -> "Writer":
