@@ -229,9 +229,9 @@ def ladder(axes: Any, made: Picture) -> None:
     )
     axes.set_xscale("log")
     axes.set_xlabel("training FLOPs so far, without the readout", color=INK)
-    axes.set_title("The ladder: points and the fitted law; the hero's registered band", loc="left", fontsize=10.5, color=INK)
+    axes.set_title("The ladder: points and fit; the hero's registered bands", loc="left", fontsize=10.5, color=INK)
     level(axes, made)
-    axes.legend(fontsize=8, frameon=False, ncols=2)
+    axes.legend(fontsize=8, edgecolor="none", framealpha=0.75, ncols=2)
 
 
 def progress(axes: Any, made: Picture) -> None:
@@ -243,11 +243,11 @@ def progress(axes: Any, made: Picture) -> None:
         if {"lo90", "hi90"} <= set(made.updated):
             axes.fill_between(x, made.updated["lo90"], made.updated["hi90"], color=UPDATED, alpha=0.15, linewidth=0)
     if len(made.hero.share):
-        label = f"measured, last {made.hero.value[-1]:.4g} at {made.hero.share[-1]:.0%}"
+        label = f"measured, last {short(made.hero.value[-1])} at {made.hero.share[-1]:.0%}"
         axes.plot(made.hero.share, made.hero.value, "o-", color=INK, markersize=4, linewidth=1.1, label=label, zorder=4)
     axes.tick_params(labelbottom=False)
     axes.set_title(f"The hero: {made.meaning}", loc="left", fontsize=10.5, color=INK)
-    axes.legend(fontsize=8.5, frameon=False)
+    axes.legend(fontsize=8.5, edgecolor="none", framealpha=0.75)
 
 
 def distance(axes: Any, made: Picture) -> None:
@@ -279,8 +279,17 @@ def ending(columns: dict[str, np.ndarray]) -> str:
     >>> ending({"mean": np.array([1.3, 1.2154]), "lo90": np.array([1.2, 1.203]), "hi90": np.array([1.4, 1.226])})
     '1.215 (90%: 1.203 to 1.226)'
     """
-    band = f" (90%: {columns['lo90'][-1]:.4g} to {columns['hi90'][-1]:.4g})" if {"lo90", "hi90"} <= set(columns) else ""
-    return f"{columns['mean'][-1]:.4g}{band}"
+    low, high = (columns[key][-1] if key in columns else math.nan for key in ("lo90", "hi90"))
+    return short(columns["mean"][-1]) + (f" (90%: {short(low)} to {short(high)})" if low < high else "")
+
+
+def short(value: float) -> str:
+    """Four digits.
+
+    >>> short(1.23), short(0.0264), short(41234.5)
+    ('1.230', '0.02640', '41,234')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
 
 
 def shade(axes: Any, band: dict[str, np.ndarray], across: str, legend: bool) -> None:

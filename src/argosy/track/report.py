@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from argosy.track import columns, index, metrics
+from argosy.track import columns, forecasts, index, metrics
 from argosy.track.layout import finite
 from argosy.track.log import RunLog, flat, read
 
@@ -23,8 +23,12 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the eight dot
 
 
 def runs(home: Path) -> list[dict[str, Any]]:
-    """The summary of every run under a home, newest first; see `index.summary` for the keys."""
-    return index.summaries(home)
+    """The summary of every run under a home, newest first, a ladder's rungs after their `hero`; see `index.summary` for the keys."""
+    heroes = forecasts.heroes(home)
+    found = [body | {"hero": heroes.get(body["name"])} for body in index.summaries(home)]
+    there = {body["name"] for body in found}
+    tops = [body for body in found if body["hero"] not in there]
+    return [body for top in tops for body in (top, *(rung for rung in found if rung["hero"] == top["name"]))]
 
 
 def show(run: str | Path, metric: str = "", home: Path | None = None) -> dict[str, Any]:
@@ -113,12 +117,13 @@ def runs_table(found: list[dict[str, Any]]) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for name in ("run", "recipe", "state", "update", "tokens", "loss", "bits/byte", "tokens/s", "age"):
         table.add_column(name, justify="left" if name in ("run", "recipe", "state") else "right")
+    there = {body["name"] for body in found}
     for body in found:
         state = Text(body["state"], style=STYLES.get(body["state"], ""))
         step = "" if body["step"] is None else f"{body['step']:,}" + (f"/{body['steps']:,}" if body["steps"] else "")
         rate = "" if body["tokens_per_second"] is None else f"{body['tokens_per_second']:,.0f}"
         table.add_row(
-            Text(body["name"], style="bold"), Text(str(body["recipe"] or "")), state, step, compact(body["tokens"]), fixed(body["loss"]),
+            Text(f"  {body['name']}") if body["hero"] in there else Text(body["name"], style="bold"), Text(str(body["recipe"] or "")), state, step, compact(body["tokens"]), fixed(body["loss"]),
             fixed(body["macro_bpb"]), rate, age(body["age_s"]),
         )  # fmt: skip
     return table
