@@ -174,6 +174,14 @@ def test_a_hero_too_small_for_any_ladder_is_told_so():
         ladder.propose(hero, None)
 
 
+def test_a_batch_that_cannot_be_halved_is_named():
+    hero = spec.override(HEROES["pocket"], ["data.batch_seqs=1"])
+    with pytest.raises(ValueError, match=r"no rung's batch can be halved.*data\.batch_seqs=1.*nearest legal"):
+        ladder.propose(hero, None)
+    legal = spec.override(hero, ["data.batch_seqs=4"])
+    must_be_a_ladder(legal, ladder.propose(legal, 1), 1)
+
+
 # ---- a recipe's own ladder, for a hero with other settings -------------------------------------------
 
 
@@ -214,7 +222,7 @@ def test_more_active_parameters_keep_their_tokens():
 
 def test_a_hero_of_another_width_is_sent_to_a_proposal():
     hero = spec.override(marin_535b.run(), ["model.width=4096", "moe.hidden=2048"])
-    with pytest.raises(ValueError, match=r"model\.width has its own value at each rung; --budget 1% proposes"):
+    with pytest.raises(ValueError, match=r"model\.width has its own value at each rung; --budget, e.g. 1%, proposes"):
         runs.ladder("marin-535b", hero, None)
 
 

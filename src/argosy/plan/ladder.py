@@ -99,6 +99,11 @@ def propose(hero: spec.Run, budget: float | int | None) -> tuple[Rung, ...]:
     limit = BUDGET if budget is None else budget
     every = sizes(hero)
     found = [ladder for top in reversed(every) if top.below >= SIZES - 1 for ladder in _under(top, every, hero)]
+    if not found and any(top.below >= SIZES - 1 for top in every):
+        raise ValueError(
+            f"no rung's batch can be halved: with data.batch_seqs={hero.data.batch_seqs:,} at the hero, batches of rungs are"
+            f" {', '.join(dict.fromkeys(f'{s.run.data.batch_seqs:,}' for s in every))}; {_halvable(hero)}"
+        )
     if not found:
         raise ValueError(
             f"no ladder of {SIZES} sizes, {APART:g}-fold apart in FLOPs and of {LEAST_STEPS} steps each, stands below {hero.recipe!r} of"
@@ -114,6 +119,19 @@ def propose(hero: spec.Run, budget: float | int | None) -> tuple[Rung, ...]:
         f"--budget {100 * budget:.4g}% of the hero's FLOPs holds no ladder of {SIZES} sizes {APART:g}-fold apart with a small batch and a"
         f" second seed; nearest legal --budget {_up(100 * share(hero, least))}%"
     )
+
+
+def _halvable(hero: spec.Run) -> str:
+    """The hero's batch, doubled until it has a ladder, in words."""
+    more = hero
+    while True:
+        more = replace(more, data=replace(more.data, batch_seqs=more.data.batch_seqs * 2))
+        every = sizes(more)
+        tops = [top for top in every if top.below >= SIZES - 1]
+        if not tops:  # fewer steps than a ladder needs
+            return "nearest legal: a larger data.batch_seqs with a larger optim.horizon_tokens"
+        if any(True for top in tops for _ in _under(top, every, more)):
+            return f"nearest legal data.batch_seqs={more.data.batch_seqs:,}"
 
 
 def share(hero: spec.Run, rungs: Sequence[Rung], *, readout: bool = True) -> float:

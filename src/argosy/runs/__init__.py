@@ -40,7 +40,7 @@ def ladder(recipe: str, hero: spec.Run, budget: float | int | None) -> tuple[Run
         return LADDERS[recipe](hero)
     except ValueError as error:
         raise ValueError(
-            f"the ladder of {recipe} does not fit this hero: {error}; --budget 1% proposes one that does"
+            f"the ladder of {recipe} does not fit this hero: {error}; --budget, e.g. 1%, proposes one that does"
         ) from None
 
 
