@@ -124,7 +124,7 @@ def _facts(body: dict) -> Table:
 def _times(value: float) -> str:
     """A factor with three digits.
 
-    >>> _times(8.0025), _times(47.54), _times(335.5)
+    >>> _times(8.0025), _times(47.54), _times(335.4)
     ('8.00', '47.5', '335')
     """
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
