@@ -154,13 +154,14 @@ class Parts(NamedTuple):
 def parts(found: Fitted, points: P.Table, target: P.Table) -> Parts:
     """What `predict` and `covariance` are made of.
 
-    Where runs have fractions and two of them rows enough, what the law misses alike in all of them is added (`gap`).
+    Where runs differ in size, have fractions, and two of them rows enough, what the law misses alike in all of them is added (`gap`).
     """
     s = found.setting
     mean = surface.log_loss(s, found.best[None], np.array([found.shape]), s.target)[0]
     curves = surface.log_loss(s, found.draws, found.draw_shapes, s.target)
     noise = found.noise
-    if "g" in s.terms and (np.bincount(found.run_of) >= GAP_ROWS).sum() >= 2:
+    curved = {"N", "C"} & set(s.terms) and {"g", "lr"} & set(s.terms)
+    if curved and (np.bincount(found.run_of) >= GAP_ROWS).sum() >= 2:
         own = P.take(points, found.rows)
         law = surface.log_loss(s, found.best[None], np.array([found.shape]), s.points)[0]
         missed = gap.find(own, np.log(own.value) - law, found.run_of, target)
