@@ -84,6 +84,7 @@ def main():
     parser.add_argument("--only", default="", help="metrics whose name holds this")
     args = parser.parse_args()
     gathered = points.gather(args.home, args.name)
+    rows, _ = points.fitted(gathered, args.name, args.method)
     groups = {name: [] for name in GROUPS}
     for metric in gathered.metrics:
         if args.only in metric:
@@ -95,7 +96,7 @@ def main():
         scores = []
         for metric in metrics:
             print(metric, file=sys.stderr, flush=True)
-            scores.append(score([r for r in gathered.rows if r["metric"] == metric], args.method))
+            scores.append(score([r for r in rows if r["metric"] == metric], args.method))
             table.add_row(metric, *cells(scores[-1]))
         if len(scores) > 1:
             mean = {k: float(np.nanmean([abs(s[k]) for s in scores])) for k in scores[0]}

@@ -6,6 +6,7 @@ Noise is a function of (seed, run, metric kind, step): a hero that is written in
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,14 @@ def sail(
     return folder
 
 
+def rungs_of(hero: spec.Run) -> tuple[Rung, ...]:
+    """Four sizes with tokens by active parameters, one of them again at half the batch and with another seed."""
+    sizes = [Rung(f"d{width}", pocket.rung(width, hero), "size") for width in (32, 48, 64, 96)]
+    again = sizes[2].run
+    half = replace(again, data=replace(again.data, batch_seqs=again.data.batch_seqs // 2))
+    return (*sizes, Rung("d64-small-batch", half, "small_batch"), Rung("d64-seed1", replace(again, seed=1), "seed"))
+
+
 def voyage(
     home: Path,
     name: str = "hero",
@@ -162,7 +171,7 @@ def voyage(
     `excess` is the hero's alone; `fault` is asked about every row of every run.
     """
     hero = hero or pocket.run()
-    rungs = pocket.rungs(hero) if rungs is None else rungs
+    rungs = rungs_of(hero) if rungs is None else rungs
     ladders.save(home, name, hero, rungs)
     for rung in rungs:
         sail(home, f"{name}-{rung.name}", rung.run, fault=fault, seed=seed, **more)

@@ -50,7 +50,7 @@ def made(tmp_path_factory):
         writer.lineage("change", 307, what="new mixture")
         for step in (100, 200):
             writer.event("loss_spike", step)
-    for rung in pocket.rungs():
+    for rung in synthetic.rungs_of(pocket.run()):
         if rung.name in SIZES:
             synthetic.sail(home, f"new-{rung.name}", mixed(rung.run), excess=(AT, EFFECT), fault=few)
     path, body = bridge.bridge(home, "hero", "change", [f"hero-{size}=new-{size}" for size in SIZES])
@@ -163,7 +163,7 @@ def test_events_are_named_or_listed(home):
 
 
 def test_what_is_no_pair_is_refused(home):
-    rungs = {rung.name: rung.run for rung in pocket.rungs()}
+    rungs = {rung.name: rung.run for rung in synthetic.rungs_of(pocket.run())}
     synthetic.sail(home, "half", mixed(rungs["d96"]), until=0.5, fault=few)
     synthetic.sail(home, "copy", rungs["d96"], fault=few)
     for pairs, said in (
@@ -184,14 +184,14 @@ def test_what_is_no_pair_is_refused(home):
 
 
 def test_a_change_from_the_start_is_said_to_be_one(home):
-    rung = next(r.run for r in pocket.rungs() if r.name == "d96")
+    rung = next(r.run for r in synthetic.rungs_of(pocket.run()) if r.name == "d96")
     synthetic.sail(home, "early", mixed(rung), excess=(0.0, EFFECT), fault=few)
     _, body = bridge.bridge(home, "hero", "change", ["d96=early"])
     assert any(a["code"] == "rerun_differs_before" for a in body["forecast"]["fit"]["alarms"])
 
 
 def test_a_metric_that_the_rerun_lacks_has_no_forecast_after_it(home):
-    rung = next(r.run for r in pocket.rungs() if r.name == "d96")
+    rung = next(r.run for r in synthetic.rungs_of(pocket.run()) if r.name == "d96")
     keep = lambda name, done, row: {k: v for k, v in row.items() if k == HEADLINE}  # noqa: E731
     synthetic.sail(home, "less", mixed(rung), excess=(AT, EFFECT), fault=keep)
     _, body = bridge.bridge(home, "hero", "change", ["d96=less"])

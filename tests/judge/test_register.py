@@ -75,7 +75,7 @@ def test_it_holds_what_it_rests_on(made):
     ]
     assert spec.from_json(body["hero"]) == pocket.run() and body["identity"]["key"] == pocket.run().key()
     assert body["identity"]["corpus_checksum"] == "5f1d77c2" and body["late"] is None and body["bridge"] is None
-    assert [r["name"] for r in body["ladder"]] == [f"hero-{r.name}" for r in pocket.rungs()]
+    assert [r["name"] for r in body["ladder"]] == [f"hero-{r.name}" for r in synthetic.rungs_of(pocket.run())]
     assert all(r["finished"] and r["steps"] == r["steps_total"] for r in body["ladder"])
     assert len(body["data"]["target"]) == len(body["forecast"]["rows"]) == 40
     assert len(body["data"]["points"]) == 6 * 20 * 2
@@ -98,7 +98,7 @@ def test_verify_holds_and_finds_a_changed_digit(made, tmp_path):
     _, path, body = made
     assert verify.verify(path)["ok"]
     path = tmp_path / shutil.copy(path, tmp_path)
-    digit = changed(path, '"created": "20', '"created": "21', rehash=False)
+    digit = changed(path, '"argosy": "', '"argosy": "9', rehash=False)
     found = verify.verify(digit)
     assert not found["ok"] and not found["hash"] and found["numbers"]
     mean = [r["mean"] for r in body["forecast"]["rows"] if r["metric"] == HEADLINE][12]
@@ -184,7 +184,7 @@ def test_too_few_sizes_and_another_hero_are_refused(home):
 
 
 def test_unfinished_rungs_and_a_hero_inside_the_range_are_alarms(tmp_path):
-    rungs = pocket.rungs()[:4]
+    rungs = synthetic.rungs_of(pocket.run())[:4]
     hero = pocket.rung(64)
     hero = replace(hero, optim=replace(hero.optim, horizon_tokens=hero.optim.horizon_tokens * 2))
     ladders.save(tmp_path, "hero", hero, rungs)
@@ -248,8 +248,9 @@ def test_the_commands(home, no_fit, capsys):
 
 def test_points_of_the_file_are_those_of_the_store(made):
     home, _, body = made
-    gathered = points.gather(home, "hero")
-    assert body["data"]["points"] == [register.lean(row) for row in gathered.rows]
+    rows, asked = points.fitted(points.gather(home, "hero"), "hero", "joint")
+    assert body["data"] == {"points": [register.lean(row) for row in rows], "target": asked}
+    assert all(row["lr"] is None for row in rows + asked)
 
 
 def test_a_file_that_was_tampered_with_in_any_place_is_told_in_words(made, no_fit, tmp_path):

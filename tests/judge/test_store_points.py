@@ -85,7 +85,7 @@ def test_the_targets_are_the_heros_evaluations(home):
 
 
 def test_a_rung_with_other_values_is_refused(home, tmp_path):
-    synthetic.voyage(tmp_path, rungs=pocket.rungs()[:3])
+    synthetic.voyage(tmp_path, rungs=synthetic.rungs_of(pocket.run())[:3])
     body = ladders.load(tmp_path, "hero")
     other = replace(pocket.rung(48), seed=5)
     body["rungs"][1]["run"] = spec.to_json(other)
@@ -99,7 +99,7 @@ def codes(home, name="hero"):
 
 
 def test_what_is_wrong_with_a_ladder_is_named(tmp_path):
-    base = pocket.rungs()
+    base = synthetic.rungs_of(pocket.run())
     long = replace(base[2].run, data=replace(base[2].run.data, seq_len=128))
     dropless = replace(base[3].run, routing=replace(base[3].run.routing, capacity="dropless"))
     rungs = (base[0], base[1], Rung("d64", long, "size"), Rung("d96", dropless, "size"), base[5])
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_a_ladder_is_named(tmp_path):
 
 
 def test_rungs_of_another_corpus_and_another_machine(tmp_path):
-    synthetic.voyage(tmp_path, rungs=pocket.rungs()[:2])
+    synthetic.voyage(tmp_path, rungs=synthetic.rungs_of(pocket.run())[:2])
     log = tmp_path / "runs" / "hero-d48"
     text = (log / "run.json").read_text()
     (log / "run.json").write_text(text.replace('"processors": 2', '"processors": 96'))
@@ -141,7 +141,7 @@ def test_rungs_of_another_corpus_and_another_machine(tmp_path):
 
 
 def test_layers_are_compared_where_depths_agree(tmp_path):
-    base = pocket.rungs()
+    base = synthetic.rungs_of(pocket.run())
     deep = replace(base[1].run, model=replace(base[1].run.model, layers=8))
     synthetic.voyage(tmp_path, rungs=(base[0], Rung("d48", deep, "size")))
     gathered = points.gather(tmp_path, "hero")
@@ -157,3 +157,17 @@ def test_a_rolled_back_rung_counts_its_latest_history(tmp_path):
         writer.close("done")
     rows = points.of_run(logs.read(folder), ["eval_dropless/library/loss"])
     assert [r["step"] for r in rows] == points.evaluation_steps(run)
+
+
+def test_rates_are_told_where_schedules_differ(tmp_path):
+    base = synthetic.rungs_of(pocket.run())
+    slow = replace(base[1].run, optim=replace(base[1].run.optim, final_frac=0.5))
+    synthetic.voyage(tmp_path, rungs=(base[0], Rung("d48", slow, "size")))
+    gathered = points.gather(tmp_path, "hero")
+    assert not gathered.one_schedule and "optim.final_frac" in codes(tmp_path)["rungs_differ"]
+    rows, asked = points.fitted(gathered, "hero", "joint")
+    assert all(row["lr"] is not None for row in rows + asked)
+    synthetic.voyage(tmp_path, "other", rungs=base[:2])
+    gathered = points.gather(tmp_path, "other")
+    assert all(row["lr"] is None for part in points.fitted(gathered, "other", "joint") for row in part)
+    assert all(row["lr"] is not None for part in points.fitted(gathered, "other", "schedule") for row in part)

@@ -76,7 +76,7 @@ def bridge(
         "forecast": forecast,
     }
     path, body = register.write(home, name, body, before)
-    register.show_page(home, name)
+    register.show_page(home, body)
     return path, body
 
 

@@ -24,7 +24,8 @@ def of_store(home: Path, name: str, method: str = "joint", say: Say = lambda _: 
     """
     gathered = tables.gather(home, name)
     register.enough(gathered, name)
-    found = fits.fit_rows(gathered.rows, tables.asked(gathered.hero, name, gathered.metrics), method, register.SEED, say=say)
+    points, asked = tables.fitted(gathered, name, method)
+    found = fits.fit_rows(points, asked, method, register.SEED, say=say)
     found["fit"]["alarms"] = gathered.alarms + found["fit"]["alarms"]
     return {"name": name, "headline": known.macro_bpb(gathered.metrics), "ladder": gathered.rungs, **found}
 

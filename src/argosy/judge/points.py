@@ -131,6 +131,7 @@ class Gathered(NamedTuple):
     rows: list[Row]
     metrics: list[str]
     alarms: list[alarms.Alarm]
+    one_schedule: bool  # hero and rungs have one learning-rate path in shares of run and peak
 
 
 def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathered:
@@ -175,7 +176,24 @@ def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathe
     rows = [row for _, log, purpose in logged.values() for row in of_run(log, common, purpose)]
     broken = [row for row in rows if not math.isfinite(row["value"])]
     told += left + not_finite(broken) + differing(hero, {n: run for n, (run, _, _) in logged.items()}, rungs)
-    return Gathered(hero, rungs, [row for row in rows if math.isfinite(row["value"])], common, told)
+    paths = {schedule(run) for run in [hero, *(run for run, _, _ in logged.values())]}
+    return Gathered(hero, rungs, [row for row in rows if math.isfinite(row["value"])], common, told, len(paths) == 1)
+
+
+def schedule(run: spec.Run) -> tuple[float, float]:
+    """The path of a learning rate, in shares of the run and of its peak."""
+    return run.optim.warmup_frac, run.optim.final_frac
+
+
+def fitted(gathered: Gathered, name: str, method: str) -> tuple[list[Row], list[Row]]:
+    """The rows to fit and the rows asked, learning rates left out unless they say something.
+
+    Where all runs have one path, progress says all of it, and the law without rates forecast pocket's ladder and hero at least as well
+    (decisions.md); where paths differ, or `--method schedule` asks for them, they are told.
+    """
+    rates = method == "schedule" or not gathered.one_schedule
+    rows = gathered.rows if rates else [row | {"lr": None} for row in gathered.rows]
+    return rows, asked(gathered.hero, name, gathered.metrics, rates=rates)
 
 
 def finished(log: logs.RunLog) -> int:
@@ -298,19 +316,20 @@ def short(value: object) -> str:
 
 
 def of_ladder(home: Path, hero_name: str, metrics: Sequence[str] | None = None) -> P.Table:
-    """The points of a hero's ladder: every finite value of its rungs' metrics that are forecast.
+    """The points of a hero's ladder as they are fitted: every finite value of its rungs' metrics that are forecast.
 
     Raises:
         ValueError: when there is no ladder of this name, or a rung's run has other values than the ladder says.
     """
-    return P.of_rows(gather(home, hero_name, metrics).rows)
+    return P.of_rows(fitted(gather(home, hero_name, metrics), hero_name, "joint")[0])
 
 
-def target(hero: spec.Run, name: str, metrics: Sequence[str]) -> P.Table:
+def target(hero: spec.Run, name: str, metrics: Sequence[str], *, rates: bool = False) -> P.Table:
     """What is asked: every metric at every evaluation of the hero."""
-    return P.of_rows(asked(hero, name, metrics), "TARGET")
+    return P.of_rows(asked(hero, name, metrics, rates=rates), "TARGET")
 
 
-def asked(hero: spec.Run, name: str, metrics: Sequence[str]) -> list[Row]:
-    """The target's rows, metric by metric."""
-    return [place(hero, name, metric, step) for metric in metrics for step in evaluation_steps(hero)]
+def asked(hero: spec.Run, name: str, metrics: Sequence[str], *, rates: bool = False) -> list[Row]:
+    """The target's rows, metric by metric; with the learning rates or without."""
+    rows = [place(hero, name, metric, step) for metric in metrics for step in evaluation_steps(hero)]
+    return rows if rates else [row | {"lr": None} for row in rows]

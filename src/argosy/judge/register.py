@@ -69,8 +69,8 @@ def register(
     hero = the_hero(home, name, gathered.hero, hero_run)
     enough(gathered, name)
     dated(home, name, gathered.rungs, before)
-    asked = tables.asked(hero, name, gathered.metrics)
-    forecast = fit_rows(gathered.rows, asked, method, SEED, covariance=True, say=say)
+    points, asked = tables.fitted(gathered, name, method)
+    forecast = fit_rows(points, asked, method, SEED, covariance=True, say=say)
     forecast["fit"]["alarms"] = gathered.alarms + forecast["fit"]["alarms"]
     now = dated(home, name, gathered.rungs, before)  # again: the hero may have begun while this was fitted
     sums = [rung["checksum"] for rung in gathered.rungs if rung["checksum"]]
@@ -83,21 +83,22 @@ def register(
         "hero": json.loads(json.dumps(spec.to_json(hero))),
         "identity": identity(hero, sums[0] if sums else ""),
         "ladder": gathered.rungs,
-        "data": {"points": [lean(row) for row in gathered.rows], "target": asked},
+        "data": {"points": [lean(row) for row in points], "target": asked},
         "method": method,
         "seed": SEED,
         "forecast": forecast,
     }
     path, body = write(home, name, body, before)
-    show_page(home, name)
+    show_page(home, body)
     return path, body
 
 
-def show_page(home: Path, name: str) -> None:
+def show_page(home: Path, body: Body) -> None:
     """Give the page the newest bands."""
-    from argosy.judge import verdict  # which reads what is registered here
+    from argosy.judge import verdict  # which rests on this module
 
-    verdict.write_page(home, name)
+    with contextlib.suppress(OSError):  # the page's file can be made again
+        verdict.write_page(home, body["name"], body=body)
 
 
 def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path, Body]:
@@ -138,10 +139,6 @@ def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path,
         os.fsync(handle)
     finally:
         os.close(handle)
-    with contextlib.suppress(OSError):  # the page's file can be made again
-        from argosy.judge import verdict  # which rests on this module
-
-        verdict.write_page(home, name, body=body)
     return path, body
 
 

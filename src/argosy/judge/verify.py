@@ -59,7 +59,7 @@ def verify(path: Path, say: Say = lambda _: None) -> Body:
         "numbers": numbers,
         "chain": not chain,
         "tolerance": TOLERANCE,
-        "rows": len(body["forecast"]["rows"]),
+        "rows": len(body["forecast"].get("rows") or ()),
         "problems": problems,
         "differs": differs,
         "packages": body.get("packages", {}),
@@ -100,7 +100,8 @@ def consistent(body: Body) -> list[str]:
     if strangers := {row["run"] for row in body["data"]["points"]} - rungs:
         wrong.append(f"numbers: points of {', '.join(sorted(strangers))}, which the ladder does not have")
     metrics = list(dict.fromkeys(row["metric"] for row in body["data"]["target"]))
-    if body["data"]["target"] != tables.asked(hero, body["name"], metrics):
+    told = any(row["lr"] is not None for row in body["data"]["target"])
+    if body["data"]["target"] != tables.asked(hero, body["name"], metrics, rates=told):
         wrong.append("numbers: the rows asked are not the hero's evaluations")
     return wrong
 
