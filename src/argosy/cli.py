@@ -128,6 +128,7 @@ def train(
     seed: int | None = None,
     home: Path = HOME,
     stop_after: int | None = None,
+    stop_on: Literal["nothing", "off"] = "nothing",
     checkpoint_every: float = 60.0,
     link: Linked = ALONE,
     json: Json = False,
@@ -141,6 +142,7 @@ def train(
         seed: Seed of the run; the recipe's by default.
         home: Where runs and corpora live (or ARGOSY_HOME).
         stop_after: Stop, with a checkpoint, once this many updates of the run are finished.
+        stop_on: off ends the training when the run leaves its registered forecast for good.
         checkpoint_every: Seconds between checkpoints.
         link: Where this process belongs when the run has several.
         json: Print the summary as JSON alone.
@@ -154,7 +156,7 @@ def train(
     host = spec.Host(home=home, name=run_name(recipe, as_), checkpoint_every_s=seconds(checkpoint_every))
     join.join(link)
     job.begin(run, host, stop_after)
-    job.train(run, host, stop_after)
+    job.train(run, host, stop_after, stop_on=stop_on)
     if processes.first():
         result = job.summary(host)
         emit(result) if json else job.show_summary(result, console())

@@ -1,7 +1,4 @@
-"""The main job, whole: plan, data, train, evaluate, summarise, with a live page.
-
-The ladder and its forecast take their place between data and training; the verdict on it after the training.
-"""
+"""The main job, whole: plan, data, ladder, check, forecast, register, train, judge, summarise, with a live page."""
 
 import contextlib
 import hashlib
@@ -17,34 +14,110 @@ from rich.console import Console
 from rich.table import Table
 
 from argosy import progress, spec
-from argosy.judge import ladders
+from argosy.judge import ladders, register, verdict
 from argosy.plan import flops, report, sheet
 from argosy.plan.ladder import Rung
 from argosy.track import log as logs
 from argosy.track import provenance, server, store
 
 
-def whole(run: spec.Run, host: spec.Host, *, as_json: bool = False) -> dict[str, Any] | None:
-    """Plan, build the data if missing, train to the end, evaluate; return the summary that is also printed.
+class NoGo(ValueError):
+    """The check of a ladder says that its hero should not be launched."""
 
-    The page is served while it lasts; its address is the first thing printed. Interrupted, the same call goes on.
-    With several processes this is process 0's; the others return None.
+
+def whole(
+    run: spec.Run,
+    host: spec.Host,
+    rungs: Sequence[Rung] = (),
+    *,
+    stop_on: str = "nothing",
+    despite_no_go: bool = False,
+    as_json: bool = False,
+) -> dict[str, Any] | None:
+    """Plan, build the data if missing, climb the ladder, check it, register the forecast, train, judge; return the summary
+    that is also printed.
+
+    The page is served while it lasts; its address is the first thing printed. Interrupted, the same call goes on where it
+    was. Without rungs there is no forecast, unless one is registered already. With several processes this is process 0's; the
+    others return None.
+
+    Raises:
+        NoGo: when the ladder's check says NO-GO and `despite_no_go` is not set; nothing of the hero is trained then.
+        ValueError: when the run, a rung or the ladder cannot be what is asked.
     """
     from argosy import processes
 
+    if rungs and not processes.alone():
+        raise ValueError(
+            f"the ladder of {host.name} is climbed by one process: argosy ladder, with --run, then argosy forecast register"
+            f" {host.name}, then this command with --ladder skip, which keeps to the registered forecast"
+        )
     out = Console(stderr=as_json, highlight=False)
     planned = begin(run, host)
     if not processes.first():
-        train(run, host)
+        train(run, host, stop_on=stop_on)
         return None
     with server.serve(host.home, host.name, host.port) as address:
         out.print(f"[bold]{host.name}[/bold]  live page: [link={address}]{address}[/link]")
         report.show(planned, out)
-        train(run, host)
+        if rungs and not foretold(run, host, rungs, out, despite_no_go):
+            raise KeyboardInterrupt  # a signal ended the ladder: the same command goes on
+        train(run, host, stop_on=stop_on)
         result = summary(host)
         if not as_json:
             show_summary(result, out)
     return result
+
+
+def foretold(run: spec.Run, host: spec.Host, rungs: Sequence[Rung], out: Console, despite_no_go: bool) -> bool:
+    """Climb the ladder, check it, register the forecast if none is; whether all of that is done.
+
+    Raises:
+        NoGo: when the check says so and `despite_no_go` is not set.
+    """
+    from argosy.judge import check
+
+    ladders.save(host.home, host.name, run, rungs)
+    corpus(run, host)
+    if not climb(host.name, rungs, host):
+        return False
+    found = check.check(host.home, host.name)
+    out.print(check.show(found))
+    if found["verdict"] == "NO-GO" and not despite_no_go:
+        raise NoGo(
+            f"the check of {host.name}'s ladder says NO-GO, see above; nothing of {host.name} is trained. Change what it names, or go on"
+            " all the same with --despite-no-go"
+        )
+    if register.newest(host.home, host.name) is None:
+        _, body = register.register(host.home, host.name, run, say=progress.say)
+        out.print(
+            f"\n[bold]Forecast registered[/bold], to be published now, before there are results:\n  {register.line(body)}\n"
+        )
+    return True
+
+
+def judging(host: spec.Host, writer: store.Writer, stop_on: str) -> Callable[[int], bool]:
+    """A function of finished updates that holds the run against its registered forecast and says whether to stop.
+
+    A new verdict is an event of the log. What goes wrong in judging is one too, and never ends a training.
+    """
+    told = ""
+
+    def judge(step: int) -> bool:
+        nonlocal told
+        try:
+            if register.newest(host.home, host.name) is None:
+                return False
+            found = verdict.judge(host.home, host.name)
+            word, why = found["verdict"] or "", found["why"]
+        except (ValueError, OSError) as error:
+            word, why = "not judged", str(error)
+        if word != told:
+            told = word
+            happened(writer.event, "verdict", step, verdict=word, message=f"against the forecast: {word}: {why}")
+        return stop_on == "off" and word == "off"
+
+    return judge
 
 
 def begin(run: spec.Run, host: spec.Host, stop_after: int | None = None) -> dict[str, Any]:
@@ -152,12 +225,14 @@ def train(
     host: spec.Host,
     stop_after: int | None = None,
     *,
+    stop_on: str = "nothing",
     show: progress.Show = progress.of_run,
     stopping: list[str] | None = None,
 ) -> int:
     """Train a run whose folder exists, from its last checkpoint; everything that happens goes into its log.
 
-    Returns how many updates are finished. `show` shows them; `stopping` is filled with what asked for the end, if anything
+    Returns how many updates are finished. Every evaluation is held against the registered forecast, if there is one;
+    `stop_on="off"` ends the training when that verdict is `off`. `show` shows them; `stopping` is filled with what asked for the end, if anything
     did. With several processes all call this alike; process 0 alone writes.
 
     Raises:
@@ -187,6 +262,7 @@ def train(
             event=partial(happened, writer.event) if writer else nothing,
             evaluate=evaluate,
             progress=shown,
+            judge=judging(host, writer, stop_on) if writer else lambda step: False,
             stop_after=stop_after,
             stopping=stopping,
         )
@@ -301,7 +377,7 @@ def same_corpus(host: spec.Host, opened: Any) -> None:
 
 
 def summary(host: spec.Host) -> dict[str, Any]:
-    """What a finished or stopped run came to, from its log alone.
+    """What a finished or stopped run came to, from its log and its registered forecast alone.
 
     Bits per byte are of all held-out text once the run is finished, until then of the registered part of it.
     """
@@ -335,11 +411,33 @@ def summary(host: spec.Host) -> dict[str, Any]:
         "mfu": statistics.median(log.series("throughput/mfu")[1].tolist()),
         "prompt": "def " if corpus_name == "stdlib" else "The ",
         "drop_fraction_last": last("moe/drop_fraction"),
+        "forecast": verdict.judge(host.home, host.name) if register.newest(host.home, host.name) else None,
     }
 
 
+def against(found: dict[str, Any]) -> str:
+    """How a run compares with its registered forecast, in plain words."""
+    about, one = found["forecast"], found["metrics"].get(found["headline"])
+    when = f"on {about['created'][:10]}, " + (
+        f"late: after {about['late']['updates']:,} updates" if about["late"] else "before the run's first update"
+    )
+    first = f"Registered {when}; {'published' if about['witness'] else 'no outside witness is recorded'}."
+    if one is None or one["actual"] is None or not one["mean"] or found["verdict"] in (None, "not comparable"):
+        return f"{first}\n{(found['verdict'] or 'no verdict yet').capitalize()}: {found['why']}."
+    unit = "bits per byte" if found["headline"].endswith("bpb") else ""
+    off = one["actual"] / one["mean"] - 1
+    inside = one["lo90"] <= one["actual"] <= one["hi90"]
+    return (
+        f"{first}\nThe small runs said {one['mean']:.3f} {unit} at update {one['step']:,}, and 9 to 1 on {one['lo90']:.3f} to"
+        f" {one['hi90']:.3f}. The run is at {one['actual']:.3f}: {abs(off):.1%} {'worse' if off > 0 else 'better'} than the middle,"
+        f" {'inside' if inside else 'outside'} that band.\nVerdict: {found['verdict']}"
+        + (f" since update {one['since_step']:,}" if one["since_step"] is not None else "")
+        + f". All metrics: argosy forecast judge {found['name']}"
+    )
+
+
 def show_summary(result: dict[str, Any], out: Console) -> None:
-    """The last screen: what was learned, how fast, and what to do next."""
+    """The last screen: what was learned, how it compares with the forecast, how fast, and what to do next."""
     when = f", at update {result['held_out_at_update']:,}" if result["held_out_at_update"] != result["updates"] else ""
     title = f"Held-out bits per byte, dropless ({result['held_out']}{when})"
     table = Table(box=None, pad_edge=False)
@@ -352,6 +450,9 @@ def show_summary(result: dict[str, Any], out: Console) -> None:
             table.add_row(name, f"{bits:.3f}", f"{gzip:.3f}", f"{bits / gzip:.0%}", style="bold" if name == "mean" else "")
     out.print(f"\n[bold]{title}[/bold]")
     out.print(table)
+    if result["forecast"]:
+        out.print("\n[bold]Against its forecast[/bold]")
+        out.print(against(result["forecast"]))
     of = "" if result["updates"] == result["updates_total"] else f" of {result['updates_total']:,}"
     out.print(
         f"\n{result['updates']:,}{of} updates, {result['tokens']:,.0f} tokens, {result['tokens_per_second']:,.0f} tokens/s (median),"
