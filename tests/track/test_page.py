@@ -10,8 +10,10 @@ import urllib.error
 import urllib.request
 
 import pytest
-from sample_runs import evaluation, row
+import sample_forecasts
+from sample_runs import SOURCES, evaluation, row, small_run
 
+from argosy import spec
 from argosy.track import server, store
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -145,8 +147,81 @@ def test_the_page_follows_a_run(home, browser):
     browser.until("return document.getElementById('fresh').textContent.includes('the server of this page has ended')")
 
 
+HEAD = "eval_dropless/stdlib/macro_bpb"
+
+
+def promise(home, **given):
+    """A forecast of the sample run: its own curve, and a level for the gradient's norm."""
+    middle = sum(SOURCES.values()) / len(SOURCES)
+    curves = {HEAD: lambda step: 0.88 * middle - 1e-4 * step, "grad/norm/total": lambda step: 1 + 0.0 * step}
+    sample_forecasts.write(home, "pocket", sample_forecasts.forecast(curves, 1024, **given))
+
+
+def bands(key):
+    """A script: how many filled areas of a chart are on the screen."""
+    return f"return document.querySelectorAll('#chart-{key} .scatterlayer path.js-fill').length"
+
+
+def test_the_verdict_and_its_bands(home, browser):
+    """Fails when the verdict, what was registered or the bands are not shown, an early row sets the scale, or news need a reload."""
+    promise(home, verdict="behind", at=600, late=57, number=2, witness=["git tag forecast-2"])
+    with server.serve(home, "pocket", 0) as address:
+        browser.post("/url", url=address + "?live=poll")
+        browser.until("return document.getElementById('verdict-word').textContent === 'Behind'")
+        told = browser.run("return document.getElementById('judged').innerText")
+        for words in ("its forecast since update", "registered late", "late, after 57 updates", "2, in place of 1: a rung was repeated",
+                      "recorded: git tag forecast-2", "3fa13fa13fa1", "At the end: mean of sources", "All 2 metrics"):  # fmt: skip
+            assert words in told, (words, told)
+        assert "3fa1" * 16 not in told
+        browser.run("document.querySelector('.hash summary').click()")
+        assert "3fa1" * 16 in browser.run("return document.getElementById('registered').innerText")
+        for key in ("residual", "heldout", "grad"):
+            browser.run(f"document.getElementById('chart-{key}').scrollIntoView()")
+            browser.until(drawn(key))
+            assert browser.run(bands(key)) == 2, key
+        low, high = browser.run("return document.getElementById('chart-heldout').layout.yaxis.range")
+        assert 1 < low < high < 3  # the evaluation before the first update is above 5
+        assert browser.run("return document.getElementById('chart-residual').getAttribute('aria-label')").endswith("90% band")
+        browser.run("window.scrollTo(0, 0); window.kept = true")
+        promise(home, verdict="off", at=700)
+        browser.until("return document.getElementById('verdict-word').textContent === 'Off'")
+        assert browser.run("return window.kept && document.getElementById('verdict').className") == "verdict off"
+        assert "before the first update" in browser.run("return document.getElementById('judged').innerText")
+        (home / "forecasts" / "pocket" / "page.json").write_text("{")
+        browser.until("return document.getElementById('unforecast').innerText.includes('is not what was written')")
+        assert not browser.run("return document.getElementById('judged').checkVisibility()")
+        severe = [text for text in browser.errors() if "400 (Bad Request)" not in text]
+        assert severe == []
+
+
+def test_rungs_come_before_their_hero(home, browser):
+    """Fails when a hero without a folder shows no rungs, or its page does not go on by itself once the run begins."""
+    sample_forecasts.ladder(home, "hero", small_run(), [("d32", "size"), ("d64", "size")])
+    listed = json.loads((home / "ladders" / "hero.json").read_text())["rungs"]
+    store.create(home / "runs" / "hero-d32", listed[0]["run"], {"argosy": "0.1.0"})
+    with store.open_writer(home / "runs" / "hero-d32", 0) as writer:
+        writer.record(512, row(512, 1024) | evaluation(512))
+        writer.close("stopped")
+    with server.serve(home, "hero", 0) as address:
+        browser.post("/url", url=address + "?live=poll")
+        browser.until("return document.getElementById('ladder').open")
+        assert "0 of 2 rungs finished" in browser.run("return document.getElementById('ladder-title').textContent")
+        rows = browser.run("return [...document.querySelectorAll('#rungs tr')].map((row) => row.innerText)")
+        assert "d32" in rows[0] and "512 of 1,024" in rows[0] and "Planned, 1,024 updates" in rows[1]
+        assert browser.run("return document.querySelector('#rungs a').getAttribute('href')") == "?run=hero-d32"
+        assert browser.run("return document.querySelector('#runs optgroup').label") == "ladder of hero"
+        store.create(home / "runs" / "hero", spec.to_json(small_run()), {"argosy": "0.1.0"})
+        with store.open_writer(home / "runs" / "hero", 0) as writer:
+            writer.record(1, row(1, 1024))
+            browser.until("return document.getElementById('way').textContent.includes('update 1 of 1,024')")
+            writer.close("stopped")
+        assert browser.errors() == []
+
+
 def test_narrow_and_dark(home, browser):
     """Fails when the page is wider than a phone, or stays light where the reader asks for dark."""
+    promise(home, verdict="on track", at=600, bridged=True)
+    sample_forecasts.ladder(home, "pocket", small_run(), [("d64-small-batch", "small_batch")])
     with server.serve(home, "pocket", 0) as address:
         send = {
             "cmd": "Emulation.setDeviceMetricsOverride",
@@ -160,7 +235,10 @@ def test_narrow_and_dark(home, browser):
         browser.post("/goog/cdp/execute", **send)
         browser.post("/url", url=address + "?live=off")
         browser.until(drawn("loss"))
+        browser.run("for (const part of document.querySelectorAll('#ladder, #judged details')) part.open = true")
         assert browser.run("return document.documentElement.scrollWidth") <= 390
+        inside = "return document.getElementById('rungs').getBoundingClientRect().right"
+        assert browser.run(inside) <= browser.run(inside.replace("rungs", "ladder"))
         ground, ink = browser.run(
             "return [getComputedStyle(document.body).backgroundColor, document.getElementById('chart-loss').layout.font.color]"
         )

@@ -7,6 +7,7 @@ import re
 import time
 
 import pytest
+import sample_forecasts
 from rich.console import Console
 from sample_runs import SOURCES, evaluation, row, sail, small_run
 
@@ -63,6 +64,19 @@ def test_states_follow_the_writer(home):
 
 def line_of(**body):
     return json.dumps(body) + "\n"
+
+
+def test_rungs_stand_under_their_hero(home):
+    """Fails when a ladder buries its hero, or hides a run."""
+    sample_forecasts.ladder(home, "pocket", small_run(), [("d32", "size"), ("d64", "size")])
+    for rung in ("d32", "d64"):
+        store.create(home / "runs" / f"pocket-{rung}", spec.to_json(small_run()), {})
+    found = report.runs(home)
+    names = [body["name"] for body in found]
+    at = names.index("pocket")
+    assert set(names[at + 1 : at + 3]) == {"pocket-d32", "pocket-d64"} and len(names) == 4
+    assert [body["hero"] for body in found if body["name"] == "planned"] == [None]
+    assert "\n  pocket-d32" in printed(report.runs_table(found))
 
 
 def test_one_bad_folder_does_not_hide_the_others(home):

@@ -13,7 +13,10 @@ import urllib.request
 import numpy as np
 import psutil
 import pytest
+import sample_forecasts
+from sample_runs import evaluation, row, small_run
 
+from argosy import spec
 from argosy.track import read, server, store
 
 
@@ -64,6 +67,7 @@ def test_endpoints_tell_the_run(home):
             ("", "text/html"),
             ("page.css", "text/css"),
             ("page.js", "text/javascript"),
+            ("forecast.js", "text/javascript"),
             ("plotly.min.js", "text/javascript"),
         ):
             status, headers, text = get(address, path)
@@ -151,6 +155,74 @@ def test_new_rows_are_pushed(home):
         assert [row[0] for row in late["rows"]] == [2, 3]
 
 
+HEAD = "eval_dropless/stdlib/macro_bpb"
+
+
+def some_forecast(**given):
+    curves = {HEAD: lambda step: 2 - 2e-4 * step, "grad/norm/total": lambda step: 1 + 0.0 * step}
+    return sample_forecasts.forecast(curves, 1024, **given)
+
+
+def test_a_forecast_is_told_and_its_changes_are_pushed(home):
+    """Fails when bands, verdict or what metrics mean are not served, news of them are not pushed, or a damaged file is served."""
+    with server.serve(home, "pocket", 0) as address:
+        assert ask(address, "api/run/pocket/forecast") == (200, {})
+        assert ask(address, "api/run/nobody/forecast")[0] == 404
+        _, about = ask(address, "api/run/pocket")
+        assert about["forecast"] == ""
+        written = some_forecast(at=512)
+        with urllib.request.urlopen(f"{address}api/run/pocket/stream?after={about['position']}", timeout=20) as stream:
+            sample_forecasts.write(home, "pocket", written)
+            line = next(line for line in iter(lambda: stream.readline().decode(), "") if line.startswith("data: "))
+        news = json.loads(line[6:])
+        assert news["forecast"] and news["rows"] == []
+        status, told = ask(address, "api/run/pocket/forecast")
+        assert status == 200 and {key: told[key] for key in written} == json.loads(json.dumps(written))
+        assert told["headline"] == HEAD and told["metrics"]["grad/norm/total"]["panel"] == "grad"
+        assert ask(address, "api/run/pocket")[1]["forecast"] == news["forecast"]
+        path = home / "forecasts" / "pocket" / "page.json"
+        uneven = dict(written, bands={HEAD: {**written["bands"][HEAD], "mean": [1.0]}})
+        for text in ("{", "[]", "null", '{"forecast": {}}', '{"forecast": {}, "bands": {"x": 1}}', json.dumps(uneven)):
+            path.write_text(text)
+            status, told = ask(address, "api/run/pocket/forecast")
+            assert status == 400 and "forecasts/pocket/page.json is not what was written" in told["error"], text
+            assert ask(address, "api/runs")[0] == ask(address, "api/run/pocket")[0] == 200
+
+
+def test_a_ladder_is_told_under_its_hero(home):
+    """Fails when rungs are not grouped under their hero, their progress is another than their logs', or a hero without a folder is
+    not there."""
+    sample_forecasts.ladder(home, "hero", small_run(), [("d32", "size"), ("d64", "size"), ("d64-seed1", "seed")])
+    listed = json.loads((home / "ladders" / "hero.json").read_text())["rungs"]
+    for entry, until in zip(listed[:2], (1024, 300), strict=True):
+        store.create(home / "runs" / entry["name"], entry["run"], {"argosy": "0.1.0"})
+        with store.open_writer(home / "runs" / entry["name"], 0) as writer:
+            writer.record(until, row(until, 1024) | evaluation(until))
+            writer.close("done" if until == 1024 else "stopped")
+    (home / "ladders" / "bad.json").write_text("{")
+    with server.serve(home, "", 0) as address:
+        _, runs = ask(address, "api/runs")
+        assert {r["name"]: r["hero"] for r in runs["runs"] if r["hero"]} == {"hero-d32": "hero", "hero-d64": "hero"}
+        assert runs["default"] == "hero"  # a rung was the newest
+        _, told = ask(address, "api/run/hero/ladder")
+        assert told["finished"] == 1
+        assert [(r["rung"], r["purpose"], r["state"], r["step"], r["steps"]) for r in told["rungs"]] == [
+            ("d32", "size", "done", 1024, 1024),
+            ("d64", "size", "stopped", 300, 1024),
+            ("d64-seed1", "seed", "planned", None, 1024),
+        ]
+        assert told["rungs"][0]["macro_bpb"] == pytest.approx(evaluation(1024)[HEAD])
+        status, about = ask(address, "api/run/hero")
+        assert status == 200 and about["position"] == "" and about["summary"]["state"] == "planned"
+        assert about["run"] == json.loads(json.dumps(spec.to_json(small_run()))) and about["summary"]["steps"] == 1024
+        assert ask(address, "api/run/hero-d32")[1]["hero"] == "hero"
+        assert ask(address, "api/run/pocket/ladder") == (200, {})
+        assert ask(address, "api/run/bad/ladder")[0] == 404
+        (home / "ladders" / "pocket.json").write_text('{"hero": {}, "rungs": [{}]}')
+        status, told = ask(address, "api/run/pocket/ladder")
+        assert status == 400 and "ladders/pocket.json is not what was written" in told["error"]
+
+
 def test_a_taken_port_gives_the_next_and_says_so(home, capfd):
     """Fails when a second page on a machine does not start, or starts silently somewhere else."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -207,6 +279,6 @@ def test_a_missing_plotly_is_said_in_words(home, monkeypatch):
 
 def test_the_page_asks_nothing_of_other_hosts():
     """Fails when a file of the page names another host."""
-    for name in ("index.html", "page.css", "page.js"):
+    for name in ("index.html", "page.css", "page.js", "forecast.js"):
         text = (server.PAGE / name).read_text().replace("http://www.w3.org/2000/svg", "")
         assert "http:" not in text and "https:" not in text and "//cdn" not in text, name

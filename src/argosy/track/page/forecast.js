@@ -137,7 +137,7 @@ const banded = (panel) => Object.keys(page.forecast?.metrics ?? {}).find((name) 
 
 function bandTraces(name, scale = 1, over = null) {  // `over`: draw shares of the mean, less 1, in place of values
   const band = page.forecast.bands[name], kept = band.step.map((_, i) => i).filter((i) => band.mean[i] !== null);
-  const x = kept.map((i) => across(band.step[i])), pick = (key) => kept.map((i) => (over ? band[key][i] / band.mean[i] - 1 : band[key][i] * scale));
+  const x = kept.map((i) => across(band.step[i])), pick = (key) => kept.map((i) => (band[key][i] === null ? null : over ? band[key][i] / band.mean[i] - 1 : band[key][i] * scale));
   const base = { type: "scatter", mode: "lines", x, line: { width: 0 }, showlegend: false, hoverinfo: "skip", legendgroup: "forecast" };
   const hue = color("c6"), lows = pick("lo90"), highs = pick("hi90"), template = over ? "+.2%" : ",.5~g";
   return [
