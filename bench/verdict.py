@@ -224,7 +224,7 @@ def main() -> int:
         for law in asked.laws:
             say = lambda text, law=law, cadence=cadence: print(
                 f"\r{cadence} {law}: {text}", end="", file=sys.stderr, flush=True
-            )  # noqa: E731
+            )
             say("fitting")
             make = of_reference if law in ("own", "rough", "rungs") else of_ladders
             rows.append((law, measure(make(law, CADENCES[cadence], each, rng), rng, say)))

@@ -43,18 +43,18 @@ def prior(known: follow.Registered, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def test_the_update_is_gaussian_conditioning():
     """Against the formula with covariances written out; values so close to each other that all count whole."""
     known = registered()
-    g = np.array([0.06, 0.1, 0.17, 0.25, 0.31])
-    shift = np.array([0.0030, 0.0032, 0.0035, 0.0034, 0.0036])
+    g = np.array([0.06, 0.1, 0.17, 0.25])  # too few to say anything of the noise: the registered one counts
+    shift = np.array([0.0030, 0.0032, 0.0035, 0.0034])
     value = np.exp(np.interp(np.log(g), np.log(known.progress), known.mean) + shift)
     found = follow.follow(known, g, value)
     np.testing.assert_allclose(found.residual, shift, atol=1e-12)
     assert found.steps == () and (found.weight == 1).all()
-    inner = prior(known, g, g) + NOISE**2 / 2 * np.eye(5)  # Student t of four degrees: half the variance near the middle
+    inner = prior(known, g, g) + NOISE**2 / 2 * np.eye(4)  # Student t of four degrees: half the variance near the middle
     cross, own = prior(known, known.progress, g), prior(known, known.progress, known.progress)
     np.testing.assert_allclose(found.mean, known.mean + cross @ np.linalg.solve(inner, shift), rtol=1e-9)
     spread = np.sqrt(np.diag(own - cross @ np.linalg.solve(inner, cross.T)))
     np.testing.assert_allclose(found.spread, spread, rtol=1e-6)
-    whole = stats.multivariate_normal(np.zeros(5), inner).logpdf(shift)
+    whole = stats.multivariate_normal(np.zeros(4), inner).logpdf(shift)
     scale = np.log(np.diag(np.linalg.cholesky(inner))).sum()
     assert math.isclose(stats.norm.logpdf(found.innovation).sum() - scale, whole, rel_tol=1e-9)
 
@@ -76,6 +76,14 @@ def test_before_the_run_and_far_from_it_the_forecast_is_the_registered_one():
     found = follow.follow(known, np.zeros(0), np.zeros(0))
     np.testing.assert_array_equal(found.mean, known.mean)
     assert follow.read(known, found, 1) == follow.Reading("on track", None, "")
+
+
+def test_the_noise_is_between_what_was_registered_and_what_the_curve_shows():
+    known, rng = registered(), np.random.default_rng(7)
+    for scale in (0.0005, 0.005):
+        found = follow.scale_of(known, scale * rng.normal(size=400))
+        assert abs(math.log(found / scale)) < 0.3 and abs(math.log(found / scale)) < abs(math.log(NOISE / math.sqrt(2) / scale))
+    assert follow.scale_of(known, 0.1 * rng.normal(size=4)) == NOISE / math.sqrt(2)
 
 
 def test_evidence_is_the_ratio_of_two_normal_densities():

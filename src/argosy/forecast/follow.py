@@ -26,12 +26,13 @@ FREEDOM = 4.0  # of the noise's Student t, as in `joint`
 DRIFT, DRIFT_LENGTH, DRIFT_SHARE = 0.0023, 1.0, 0.25
 NEIGHBOURS = 2  # on each side, against whose median an evaluation is weighed
 SIZE = 0.3  # spread of a step over half the 90% band
-CERTAIN, SURE = 1 / 0.1, 1 / 0.001  # Bayes factors of a step that is told, and of one that ends the run
+CERTAIN, SURE = 1 / 0.2, 1 / 0.001  # Bayes factors of a step that is told, and of one that ends the run
 AFTER, AFTER_SURE = 2, 3  # evaluations that a step must have lasted
 STEPS = 4  # most steps in one curve
 REAL = 2.0  # standard deviations that the sum of all steps must be away from 0
 MOST, NEWEST = 256, 64  # evaluations that are looked at; of those before the newest, evenly many
 NORMAL50, NORMAL90 = 0.6744897501960817, 1.6448536269514722
+SECOND = 1.8  # median size of a second difference of noise of scale 1: 1.65 if normal, 2.00 if Student t of four degrees
 FIRST_GUESS = 10  # evaluations that the registered noise counts for against the curve's own
 
 
@@ -95,13 +96,13 @@ def drift(a: np.ndarray, b: np.ndarray, spread: float) -> np.ndarray:
 
 
 def scale_of(known: Registered, residual: np.ndarray) -> float:
-    """The scale of the noise: the registered one, or more where second differences of the curve say so."""
+    """The scale of the noise: between the registered one and what second differences of the curve say, by their number."""
     scale = known.noise / math.sqrt(FREEDOM / (FREEDOM - 2))
-    if len(residual) < 5:
+    count = max(len(residual) - 2, 0)
+    if count < 3:
         return scale
-    own = float(np.median(np.abs(np.diff(residual, 2)))) / (0.6745 * math.sqrt(6))
-    count = len(residual) - 2
-    return scale * math.sqrt(max(1.0, (FIRST_GUESS + count * (own / scale) ** 2) / (FIRST_GUESS + count)))
+    own = float(np.median(np.abs(np.diff(residual, 2)))) / SECOND
+    return math.sqrt((FIRST_GUESS * scale**2 + count * own**2) / (FIRST_GUESS + count))
 
 
 def weights(residual: np.ndarray, scale: float) -> np.ndarray:
