@@ -100,9 +100,12 @@ def consistent(body: Body) -> list[str]:
     if strangers := {row["run"] for row in body["data"]["points"]} - rungs:
         wrong.append(f"numbers: points of {', '.join(sorted(strangers))}, which the ladder does not have")
     metrics = list(dict.fromkeys(row["metric"] for row in body["data"]["target"]))
-    told = any(row["lr"] is not None for row in body["data"]["target"])
-    if body["data"]["target"] != tables.asked(hero, body["name"], metrics, rates=told):
+    rates = any(row["lr"] is not None for row in body["data"]["target"])
+    if body["data"]["target"] != tables.asked(hero, body["name"], metrics, rates=rates):
         wrong.append("numbers: the rows asked are not the hero's evaluations")
+    places = {(row["metric"], row["step"]) for row in body["data"]["target"]}
+    if not {(row["metric"], row["step"]) for row in body["forecast"]["rows"]} <= places:
+        wrong.append("numbers: there are forecasts of rows that were not asked")
     return wrong
 
 
