@@ -165,6 +165,14 @@ def test_two_ladders_in_a_store(store):
     assert compare.compare("variant", "base", store)["verdict"] == "reject"
     assert compare.compare("base", "base", store)["verdict"] == "undecided"
     assert [row["share"] for row in found["floors"]] == [0, 0.1, 0.25, 0.5, 0.75]
+    fast = compare.compare("base", "variant", store, with_speed=True)
+    speeds = [
+        float(np.median(log.read(f"{name}-d96", store).series("throughput/tokens_per_second")[1]))
+        for name in ("variant", "base")
+    ]
+    assert fast["speed_ratio"] == pytest.approx(speeds[0] / speeds[1])
+    for key in ("speedup", "low", "high"):
+        assert fast["at"][key] == pytest.approx(found["at"][key] * fast["speed_ratio"])
     printed = Console(width=100, record=True, file=io.StringIO())
     printed.print(compare.table(found))
     text = printed.export_text()

@@ -12,6 +12,7 @@ from argosy.runs import pocket
 
 RULE = scaling.FITS["marin_2026_08"]
 TRUE = {"c": 0.12, "a": 0.30, "b": 0.41}
+SOURCE = "a test, with a source that is longer than a line of a terminal is wide, so that it has to be given in several parts"
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -34,7 +35,7 @@ GRID = [(w, t, b) for w in (256, 512, 1024) for t in (10**8, 10**9) for b in (2*
 
 
 def fitted(cells, rule=RULE):
-    return refit.refit(cells, rule, "a test", 256, (32, 4))
+    return refit.refit(cells, rule, SOURCE, 256, (32, 4))
 
 
 def test_a_known_rule_comes_back():
@@ -128,6 +129,7 @@ def test_the_lines_to_paste_are_the_rule(monkeypatch):
     """Fails when the printed entry is not Python, or the rule that it makes gives other learning rates than the fit."""
     found = fitted([cell(*place) for place in GRID])
     made = eval("{" + refit.lines(found.fit, "mine") + "}", {"Fit": scaling.Fit})["mine"]
+    assert made.source == SOURCE and max(map(len, refit.lines(found.fit, "mine").splitlines())) <= 100
     monkeypatch.setitem(scaling.FITS, "marin_2026_08", made)
     run = spec.override(
         pocket.run(), ["model.width=512", "model.head_width=128", "optim.horizon_tokens=1e9", "optim.lr_scale=1"]

@@ -175,7 +175,7 @@ def table(body: dict[str, Any]) -> RenderableType:
         if row["reason"]:
             grid.add_row(*cells, "none", "", "", style="dim")
         else:
-            grid.add_row(*cells, f"{row['adam_lr']:.4g}", f"{row['low']:.3g} to {row['high']:.3g}", f"{row['rule']:.4g}")
+            grid.add_row(*cells, f"{row['adam_lr']:.4g}", f"{row['low']:.4g} to {row['high']:.4g}", f"{row['rule']:.4g}")
     made, reach = body["fit"], body["intervals"]
     rule = Table(box=None, pad_edge=False)
     for column in ("adam_lr = c T^-a d^-b sqrt(B)", "value", "90% interval"):
@@ -185,8 +185,8 @@ def table(body: dict[str, Any]) -> RenderableType:
         inside = f"as in {body['rule_in_use']}" if name in body["fixed"] else " to ".join(f"{v:.3f}" for v in reach[name])
         rule.add_row(letter, f"{made[name]:.4f}", inside)
     r2 = "" if body["r2"] is None else f"R^2 {body['r2']:.3f}. "
-    fixed = ", ".join(body["fixed"])
-    told = f"The cells do not tell {fixed}, which stay{'s' if len(body['fixed']) == 1 else ''} as in use. " if fixed else ""
+    fixed = " and ".join({"tokens_power": "a", "width_power": "b"}[name] for name in body["fixed"])
+    told = f"The cells do not tell {fixed}: as in the rule in use. " if fixed else ""
     outside = f"argosy plan warns outside widths {made['widths'][0]:,} to {made['widths'][1]:,}, {made['tokens'][0]:,} to"
     outside += f" {made['tokens'][1]:,} tokens, {made['tokens_per_step'][0]:,} to {made['tokens_per_step'][1]:,} a step."
     reasons = [f"{r['width']:,} wide, {r['tokens']:,} tokens: {r['reason']}" for r in body["cells"] if r["reason"]]

@@ -5,6 +5,7 @@ A cell is one width, horizon and batch; its runs differ in learning rate and see
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -207,7 +208,11 @@ def label(cell: Cell) -> str:
 
 def lines(fit: scaling.Fit, name: str) -> str:
     """A rule as an entry of `argosy.plan.scaling.FITS`, in Python, to paste there."""
-    body = "".join(f"        {key}={value!r},\n" for key, value in _rounded(fit).items())
+    body = ""
+    for key, value in _rounded(fit).items():
+        parts = textwrap.wrap(value, 76, drop_whitespace=False) if isinstance(value, str) else []
+        text = "(\n" + "".join(f"            {part!r}\n" for part in parts) + "        )" if len(parts) > 1 else repr(value)
+        body += f"        {key}={text},\n"
     return f'    "{name}": Fit(\n{body}    ),\n'
 
 
