@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,7 +160,7 @@ def measure(samples: list[Sample], rng: np.random.Generator, say) -> Counts:
     return Counts(*np.mean(ever, axis=0), float(np.mean(seen)), float(np.mean(fresh)), np.array(delays))
 
 
-def real(say) -> str:
+def real() -> str:
     """What the verdict says of the reference run's first fifth."""
     folder = tables.root()
     assert folder is not None
@@ -176,18 +177,18 @@ def real(say) -> str:
         if reading.word != before:
             told.append(f"{reading.word} from {g[n - 1]:.1%} on{f' ({reading.why})' if reading.why else ''}")
             before = reading.word
-    spread = np.hypot(found.spread[-1], found.noise)
-    ends = [
-        np.exp(m + z * s)
-        for m, s in ((known.mean[-1], None), (found.mean[-1], spread))
-        if s is not None
-        for z in (0, -1.645, 1.645)
-    ]
+    spread = float(np.hypot(found.spread[-1], found.noise))
+    ends = [float(np.exp(found.mean[-1] + z * spread)) for z in (0, -1.645, 1.645)]
     return (
         f"the reference run, 5% to 20%: {'; '.join(told)}. Error of the mean {100 * np.mean(np.abs(np.expm1(found.residual))):.2f}%."
         f" End registered {np.exp(known.mean[-1]):.4f} ({np.exp(known.low[-1]):.4f} to {np.exp(known.high[-1]):.4f}), updated"
         f" {ends[0]:.4f} ({ends[1]:.4f} to {ends[2]:.4f})"
     )
+
+
+def tell(cadence: str, law: str, text: str) -> None:
+    """Progress on standard error."""
+    print(f"\r{cadence} {law}: {text}", end="", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -200,7 +201,7 @@ def main() -> int:
     if tables.root() is None:
         print("ARGOSY_FORECAST_TABLES is not set to a folder: nothing to do", file=sys.stderr)
         return 0
-    out, began = Console(width=110, highlight=False), time.perf_counter()
+    out, began = Console(width=120, highlight=False), time.perf_counter()
     seed = asked.seed if asked.seed is not None else int.from_bytes(os.urandom(4))
     rng = np.random.default_rng(seed)
     table = Table(title=f"verdicts, seed {seed}; delays in shares of the run, of curves not behind before")
@@ -222,9 +223,7 @@ def main() -> int:
         rows = []
         each = -(-asked.count // len(asked.laws))
         for law in asked.laws:
-            say = lambda text, law=law, cadence=cadence: print(
-                f"\r{cadence} {law}: {text}", end="", file=sys.stderr, flush=True
-            )
+            say = partial(tell, cadence, law)
             say("fitting")
             make = of_reference if law in ("own", "rough", "rungs") else of_ladders
             rows.append((law, measure(make(law, CADENCES[cadence], each, rng), rng, say)))
@@ -240,7 +239,7 @@ def main() -> int:
             missed.append(f"{cadence}: {whole.seen:.1%} of excesses are seen within {WITHIN:.0%}, at least {SEEN:.0%}")
     print(file=sys.stderr)
     out.print(table)
-    out.print(real(print))
+    out.print(real())
     for line in missed:
         out.print(f"MISSED {line}")
     out.print(f"{time.perf_counter() - began:.0f} s")

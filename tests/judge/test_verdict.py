@@ -38,7 +38,7 @@ def registered(tmp_path_factory):
     rows: list[dict] = []
     covariance = {}
     for metric in (name for name in log.metrics if FEW.fullmatch(name)):
-        common, noise = (0.005, 0.0015) if verdict.better(metric) == 1 and "drop" not in metric else (0.05, 0.03)
+        common, noise = (0.005, 0.0015) if metric.startswith(("eval", "train")) else (0.05, 0.03)
         own = points.of_run(log, [metric])
         places = range(len(rows), len(rows) + len(own))
         rows += [banded(row, math.hypot(common, noise)) for row in own]

@@ -300,7 +300,7 @@ def sentence(metric: str, one: Body, end: Body) -> str:
 
 
 def number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return "not finite" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:#.4g}"
 
 
 def show(found: Body, out: Console) -> None:
