@@ -125,10 +125,10 @@ def _heads(m: spec.Model, width: int) -> tuple[int, int]:
         if number.denominator != 1:
             raise ValueError(f"it would have {float(number):.4g} heads of {m.head_width}")
         return int(number), m.head_width
-    number = min(LEAST_HEADS, m.heads)
-    if together % (4 * number):
-        raise ValueError(f"its {number} heads would be {float(together / number):.4g} wide, which is no multiple of 4")
-    return number, int(together / number)
+    fewer = min(LEAST_HEADS, m.heads)
+    if together % (4 * fewer):
+        raise ValueError(f"its {fewer} heads would be {float(together / fewer):.4g} wide, which is no multiple of 4")
+    return fewer, int(together / fewer)
 
 
 def laid(run: spec.Run, hero: spec.Run, batch_seqs: float) -> spec.Run:
