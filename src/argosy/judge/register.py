@@ -299,6 +299,7 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
     "method": str,
     "seed": int,
     "forecast": dict,
+    "code": dict,
     "sha256": str,
 }
 

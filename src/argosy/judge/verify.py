@@ -9,6 +9,7 @@ from argosy.forecast import fit as fitting
 from argosy.judge import bridge, fits, register
 from argosy.judge import points as tables
 from argosy.judge.fits import Body, Say
+from argosy.track import provenance
 
 # Of every number. The fit is deterministic on one machine; another library of linear algebra sums in another order.
 TOLERANCE = 1e-6
@@ -46,6 +47,11 @@ def verify(path: Path, say: Say = lambda _: None) -> Body:
     if differs:
         problems.append(f"numbers: {len(differs)} differ from a refit by more than {TOLERANCE:g} of their size")
     numbers = not any(p.startswith("numbers") for p in problems)
+    code, rows = body["code"], body["forecast"].get("rows")
+    same_code = code.get("sources") == provenance.code()["sources"]
+    if not numbers and not same_code:
+        where = ", ".join(f"{key} {code[key]}" for key in ("argosy", "sources", "commit") if key in code)
+        problems.append(f"it was registered with other code ({where}); a refit with that one decides")
     return {
         "path": str(path),
         "name": body["name"],
@@ -58,8 +64,9 @@ def verify(path: Path, say: Say = lambda _: None) -> Body:
         "hash": hashed,
         "numbers": numbers,
         "chain": not chain,
+        "same_code": same_code,
         "tolerance": TOLERANCE,
-        "rows": len(body["forecast"].get("rows") or ()),
+        "rows": len(rows) if isinstance(rows, list) else 0,
         "problems": problems,
         "differs": differs,
         "packages": body.get("packages", {}),
