@@ -37,6 +37,7 @@ BETTER = (
 )
 WORDS = ("off", "behind", "ahead", "on track")  # worst first, and what is worth reading before what is not
 STYLES = {"off": "bold red", "behind": "yellow", "ahead": "cyan", "on track": "green", "not comparable": "bold magenta"}
+SHOWN = 16  # metrics in a table, or as many as are not on track
 CHANGE = "change"  # lineage records of what a hero does otherwise than registered
 
 Body = dict[str, Any]
@@ -300,7 +301,7 @@ def sentence(metric: str, one: Body, end: Body) -> str:
 
 
 def number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:#.4g}"
+    return "not finite" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:#.4g}".rstrip(".")
 
 
 def show(found: Body, out: Console) -> None:
@@ -318,7 +319,8 @@ def show(found: Body, out: Console) -> None:
     order = {w: i for i, w in enumerate(WORDS)}
     entries = found["metrics"].items()
     ranked = sorted(entries, key=lambda m: (order.get(m[1]["verdict"], 9), -abs(m[1]["widths_out"] or 0), known.rank(m[0])))
-    for metric, one in ranked:
+    calm = sum(one["verdict"] == "on track" for _, one in ranked)
+    for metric, one in ranked[: max(SHOWN, len(ranked) - calm)]:
         out_by = one["widths_out"]
         table.add_row(
             metric,
@@ -329,7 +331,9 @@ def show(found: Body, out: Console) -> None:
             f"{number(one['lo90'])} to {number(one['hi90'])}",
             f"{out_by:+.1f}" if out_by else "",
         )
+    more = len(ranked) - table.row_count
     note = Text("beyond it: in halves of the band's width; + above, - below", "dim")
+    note.append(f"\n{more} more are on track; --json has all" if more else "")
     rest: list[Any] = [Text(""), table, note] if found["metrics"] else []
     out.print(Group(head, Text(marked, "dim"), *rest))
 
