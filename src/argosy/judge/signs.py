@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from argosy import spec
+from argosy.forecast import follow
 from argosy.judge import departures as D
 from argosy.judge import ladders, points
 from argosy.track import log as logs
@@ -24,7 +26,7 @@ MOST = 40.0  # sigmas beyond which nothing is surer
 AGREES = 2.5  # sigmas with which the training loss bears out what all sets say
 RATE_OFF = 1e-4  # of the largest learning rate: beyond rounding
 BEGUN = 0.05  # of a run: parameter norms are compared from there on
-SMALLEST = 0.005  # of log: how well a parameter norm's growth is known at best
+SMALLEST = 0.02  # of log: how well a parameter norm's growth is known at best
 
 
 class Sign(NamedTuple):
@@ -71,14 +73,19 @@ def rates(log: logs.RunLog, run: spec.Run) -> list[Sign]:
     return [Sign("optimizer", "optim/learning_rate", int(steps[k]), MOST, says)]
 
 
-def of_sets(found: dict[str, D.Residual]) -> list[Sign]:
+def alone(found: dict[str, D.Residual], out: dict[str, D.Departure], family: Sequence[str]) -> dict[str, D.Departure]:
+    """Members of a family that depart from their forecast and from the others: peers may share less than the forecast thinks."""
+    return {m: d for m, d in D.peers(found, family).items() if abs(out[m].sigmas) >= D.SURE}
+
+
+def of_sets(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> list[Sign]:
     """Evaluation sets that leave the others."""
     sets = [m for m in found if SET_LOSS.fullmatch(m)]
-    out = []
-    for metric, d in D.peers(found, sets).items():
+    signs = []
+    for metric, d in alone(found, out, sets).items():
         name = SET_LOSS.fullmatch(metric)
-        out += sign("data", f"loss of {name.group(1) if name else metric}", d, "against the other sets")
-    return out
+        signs += sign("data", f"loss of {name.group(1) if name else metric}", d, "against the other sets")
+    return signs
 
 
 def of_routing(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> list[Sign]:
@@ -86,7 +93,7 @@ def of_routing(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> lis
     signs = []
     for what in dict.fromkeys(m.group(2) for m in map(LAYER.fullmatch, found) if m):
         family = [m for m in found if (hit := LAYER.fullmatch(m)) and hit.group(2) == what]
-        for metric, d in D.peers(found, family).items():
+        for metric, d in alone(found, out, family).items():
             layer = LAYER.fullmatch(metric)
             signs += sign("routing", f"{what} of layer {layer.group(1) if layer else metric}", d, "against the other layers")
     for metric, d in out.items():
@@ -99,7 +106,7 @@ def of_optimizer(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> l
     """Parameter groups whose gradients leave the others, the whole gradient, the logits' scale."""
     signs = []
     groups = [m for m in found if GRADIENT.fullmatch(m)]
-    for metric, d in D.peers(found, groups).items():
+    for metric, d in alone(found, out, groups).items():
         signs += sign("optimizer", f"gradient of {metric.rpartition('/')[2]}", d, "against the other groups")
     for metric in ("grad/norm/total", "train/logit_z"):
         if metric in out:
@@ -108,9 +115,10 @@ def of_optimizer(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> l
 
 
 def of_parameters(log: logs.RunLog, run: spec.Run, home: Path, name: str) -> list[Sign]:
-    """Parameter groups whose norm grows otherwise than on the ladder's sizes at equal progress; nothing without three of them.
+    """Parameter groups whose norm grows otherwise than the ladder's sizes say at equal progress; nothing without three of them.
 
-    Norms are not forecast: growth since `BEGUN` is compared with the mean of the sizes', and their spread is what is not known.
+    Norms are not forecast: growth since `BEGUN` is compared with a line in log width through the sizes', and with what is not known
+    of that line, by Student t, and of how far it may be followed.
     """
     if not ladders.path_of(home, name).is_file():
         return []
@@ -123,15 +131,30 @@ def of_parameters(log: logs.RunLog, run: spec.Run, home: Path, name: str) -> lis
         steps = np.array([s for s in points.evaluation_steps(run) if s > BEGUN * total and s <= log.series(metric)[0][-1]])
         if len(own) < 3 or len(steps) < D.LEAST:
             continue
-        grown = [growth_at(r, metric, spec.steps(spec.from_json(r.run["run"])), steps / total) for r in own]
-        spread = np.maximum(np.std(grown, axis=0, ddof=1) * math.sqrt(1 + 1 / len(own)), SMALLEST)
-        values = growth_at(log, metric, total, steps / total) - np.mean(grown, axis=0)
-        r = D.Residual(metric, steps, values, 4 * np.outer(spread, spread), np.full(len(steps), SMALLEST), np.zeros(len(steps)))
+        widths = [spec.from_json(r.run["run"]) for r in own]
+        grown = np.array([growth_at(r, metric, spec.steps(w), steps / total) for r, w in zip(own, widths, strict=True)])
+        due, spread = followed(np.log([w.model.width / run.model.width for w in widths]), grown)
+        values, noise = growth_at(log, metric, total, steps / total) - due, np.full(len(steps), SMALLEST)
+        spread = np.maximum.accumulate(spread)
+        alike = follow.drift(steps / total, steps / total, 1.0)
+        r = D.Residual(metric, steps, values, alike * np.outer(spread, spread), noise, np.zeros(len(steps)))
         group = PARAMETER.fullmatch(metric)
         out += sign(
             "optimizer", f"norm of {group.group(1) if group else metric}", D.departure(r), "against the ladder's growth"
         )
     return out
+
+
+def followed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The value at x = 0 of lines through columns y, and a standard deviation: of a new point by Student t, and half of the way there."""
+    n, centre = len(x), x - x.mean()
+    slope = centre @ y / (centre @ centre) if np.ptp(x) > 0 else np.zeros(y.shape[1])
+    at = y.mean(0) - slope * x.mean()
+    rest = y - y.mean(0) - np.outer(centre, slope)
+    error = np.sqrt((rest**2).sum(0) / max(n - 2, 1) * (1 + 1 / n + x.mean() ** 2 / max(float(centre @ centre), 1e-9)))
+    wider = float(stats.t.ppf(0.95, max(n - 2, 1)) / stats.norm.ppf(0.95))
+    way = 0.5 * np.abs(at - y[np.argmax(x)])
+    return at, np.maximum(np.hypot(wider * error, way), SMALLEST)
 
 
 def growth_at(log: logs.RunLog, metric: str, total: int, shares: np.ndarray) -> np.ndarray:
@@ -172,6 +195,6 @@ def all_of(
     log: logs.RunLog, run: spec.Run, home: Path, name: str, found: dict[str, D.Residual], out: dict[str, D.Departure]
 ) -> list[Sign]:
     """Every sign of a run, from its log, its residuals and their departures."""
-    signs = [*broken(log), *rates(log, run), *of_sets(found), *of_routing(found, out), *of_optimizer(found, out)]
+    signs = [*broken(log), *rates(log, run), *of_sets(found, out), *of_routing(found, out), *of_optimizer(found, out)]
     signs += [*of_parameters(log, run, home, name), *of_speed(out)]
     return signs + in_common(found, out, signs)
