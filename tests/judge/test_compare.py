@@ -167,7 +167,7 @@ def test_two_ladders_in_a_store(store):
     assert [row["share"] for row in found["floors"]] == [0, 0.1, 0.25, 0.5, 0.75]
     fast = compare.compare("base", "variant", store, with_speed=True)
     speeds = [
-        float(np.median(log.read(f"{name}-d96", store).series("throughput/tokens_per_second")[1]))
+        float(np.median(log.read(f"{name}-{sizes()[-1].name}", store).series("throughput/tokens_per_second")[1]))
         for name in ("variant", "base")
     ]
     assert fast["speed_ratio"] == pytest.approx(speeds[0] / speeds[1])
