@@ -19,7 +19,7 @@ from argosy.judge.findings import CAUTION, GO, NO_GO
 from argosy.runs import pocket
 from argosy.track import log as logs
 
-RUNGS = {rung.name: rung for rung in pocket.rungs()}
+RUNGS = {rung.name: rung for rung in synthetic.rungs_of(pocket.run())}
 
 
 def climbed(
@@ -160,8 +160,11 @@ def test_luck_between_seeds_widens_what_is_compared(tmp_path: Path):
     assert math.isclose(C.luck([a, b], ["grad/norm/total"]), 0.2 / math.sqrt(2), rel_tol=0.2)
 
 
-def test_the_whole_check_of_a_ladder_and_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_whole_check_of_a_ladder_and_its_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     """Fails when a rung with a norm above 4 does not forbid the launch, or JSON, table and exit status disagree about it."""
+    synthetic.quick(monkeypatch)
     spoilt = scaled(6.0, "grad/norm/total", "grad/norm/readout")
 
     def fault(name: str, done: float, row: synthetic.Row) -> synthetic.Row:
@@ -180,8 +183,9 @@ def test_the_whole_check_of_a_ladder_and_its_exit_status(tmp_path: Path, capsys:
     assert order == sorted(order, reverse=True)
 
 
-def test_a_ladder_of_two_sizes_is_no_ladder(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_ladder_of_two_sizes_is_no_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Fails when unfinished and missing rungs are not told, or two sizes let a hero go."""
+    synthetic.quick(monkeypatch)
     ladders.save(tmp_path, "hero", pocket.run(), [RUNGS[n] for n in ("d32", "d48", "d64")])
     synthetic.sail(tmp_path, "hero-d32", RUNGS["d32"].run)
     synthetic.sail(tmp_path, "hero-d48", RUNGS["d48"].run, until=0.6)

@@ -143,7 +143,7 @@ def luck(rungs: Sequence[Climbed], names: Sequence[str]) -> float:
 
 def twins(rungs: Sequence[Climbed], purpose: str) -> list[tuple[Climbed, Climbed]]:
     """Each rung of a purpose with the size that it repeats."""
-    same = {"seed": {"seed"}, "small_batch": {"data.batch_seqs"}}[purpose]
+    same = {"seed": {"seed"}, "small_batch": {"data.batch_seqs", "optim.horizon_tokens"}}[purpose]  # or half of each: as many updates
     sizes = [r for r in rungs if r.purpose == "size"]
     found = []
     for rung in (r for r in rungs if r.purpose == purpose):
