@@ -26,7 +26,7 @@ SIZES = 3  # the fewest that a law can be fitted to
 # Alarms of the fit that speak against a launch; the others say how sure the forecast is and are noted.
 AGAINST = {
     "not_finite": NO_GO, "rung_missing": CAUTION, "unfinished_run": CAUTION, "run_off_trend": CAUTION, "early_off_trend": CAUTION,
-    "leave_one_out": CAUTION, "top_rung_missed": CAUTION, "law_misses": CAUTION, "asymptote_above_known": CAUTION, "few_sizes": CAUTION, "too_few_runs": CAUTION, "rungs_differ": CAUTION,
+    "leave_one_out": CAUTION, "top_rung_missed": CAUTION, "asymptote_above_known": CAUTION, "few_sizes": CAUTION, "too_few_runs": CAUTION, "rungs_differ": CAUTION,
 }  # fmt: skip
 
 
@@ -143,7 +143,9 @@ def luck(rungs: Sequence[Climbed], names: Sequence[str]) -> float:
 
 def twins(rungs: Sequence[Climbed], purpose: str) -> list[tuple[Climbed, Climbed]]:
     """Each rung of a purpose with the size that it repeats."""
-    same = {"seed": {"seed"}, "small_batch": {"data.batch_seqs", "optim.horizon_tokens"}}[purpose]  # or half of each: as many updates
+    same = {"seed": {"seed"}, "small_batch": {"data.batch_seqs", "optim.horizon_tokens"}}[
+        purpose
+    ]  # or half of each: as many updates
     sizes = [r for r in rungs if r.purpose == "size"]
     found = []
     for rung in (r for r in rungs if r.purpose == purpose):
