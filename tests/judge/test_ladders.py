@@ -46,14 +46,14 @@ def test_other_values_replace_it_until_a_rung_has_begun(tmp_path):
     """Fails when a plan cannot be changed, or a ladder under way can."""
     ladders.save(tmp_path, "pocket", HERO, RUNGS)
     hero = replace(HERO, optim=replace(HERO.optim, lr_scale=1.0))
-    path = ladders.save(tmp_path, "pocket", hero, pocket.rungs(hero)[:5])
+    path = ladders.save(tmp_path, "pocket", hero, pocket.rungs(hero)[:4])
     begin(tmp_path, RUNGS[1])
     before = path.read_bytes()
     with pytest.raises(ValueError, match="other values") as refused:
         ladders.save(tmp_path, "pocket", HERO, RUNGS)
     for words in (
         "hero optim.lr_scale 1.0 -> 2.0",
-        "rung d64-seed1 is new",
+        "rung d32-seed1 is new",
         "rung d32 optim.lr_scale 1.0 -> 2.0",
         "pocket-d48 has begun",
         "--as pocket-2",
@@ -66,7 +66,7 @@ def test_other_values_replace_it_until_a_rung_has_begun(tmp_path):
 def test_a_rung_left_out_is_named(tmp_path):
     ladders.save(tmp_path, "pocket", HERO, RUNGS)
     begin(tmp_path, RUNGS[0])
-    with pytest.raises(ValueError, match="rung d64-seed1 is left out"):
+    with pytest.raises(ValueError, match="rung d32-seed1 is left out"):
         ladders.save(tmp_path, "pocket", HERO, RUNGS[:-1])
 
 
@@ -111,15 +111,15 @@ def test_a_disk_that_refuses_leaves_the_old_ladder(tmp_path, monkeypatch):
 def test_how_far_each_rung_is(tmp_path):
     """Not begun, under way, finished: updates, whole runs and last bits per byte by rung."""
     ladders.save(tmp_path, "pocket", HERO, RUNGS)
-    begin(tmp_path, RUNGS[0], updates=275, bpb=2.5)
+    begin(tmp_path, RUNGS[0], updates=1024, bpb=2.5)
     begin(tmp_path, RUNGS[1], updates=20)
     begin(tmp_path, RUNGS[2])
     found = ladders.state(tmp_path, "pocket")
     assert [row["rung"] for row in found] == [rung.name for rung in RUNGS]
     assert [(row["updates"], row["steps"], row["finished"], row["macro_bpb"]) for row in found[:4]] == [
-        (275, 275, True, 2.5),
-        (20, 400, False, None),
-        (0, 524, False, None),
-        (0, 774, False, None),
+        (1024, 1024, True, 2.5),
+        (20, 1024, False, None),
+        (0, 1024, False, None),
+        (0, 1024, False, None),
     ]
-    assert found[0]["macro_bpb_at"] == 275
+    assert found[0]["macro_bpb_at"] == 1024
