@@ -15,6 +15,9 @@ import pytest
         "argosy.runs",
         "argosy.data.mixture",
         "argosy.forecast.fit",
+        "argosy.judge.register",
+        "argosy.judge.verdict",
+        "argosy.judge.check",
         "argosy.cli",
     ],
 )
