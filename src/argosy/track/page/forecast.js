@@ -65,7 +65,9 @@ function judgement() {
   choices();
 }
 
-const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!]$/.test(text) ? "" : ".");
+const named_ = (text) => Object.keys(page.forecast.metrics).sort((a, b) => b.length - a.length).reduce((told, name) => told.replaceAll(name, judgedName(name)), text);
+const sentence = (text) => capital(named_(text));
+const capital = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!]$/.test(text) ? "" : ".");
 
 function differences(found) {
   $("differences").hidden = !found.length;
@@ -135,9 +137,14 @@ function judgedMetrics(found) {
 
 const banded = (panel) => Object.keys(page.forecast?.metrics ?? {}).find((name) => page.forecast.metrics[name].panel === panel.key);
 
+function placeOf(name, steps, i) {  // metrics of every update are means since the step before: drawn in the middle
+  if (name.startsWith("eval_")) return across(steps[i]);
+  return across(steps[i] - (i ? steps[i] - steps[i - 1] : (steps[1] ?? steps[0]) - steps[0]) / 2);
+}
+
 function bandTraces(name, scale = 1, over = null) {  // `over`: draw shares of the mean, less 1, in place of values
   const band = page.forecast.bands[name], kept = band.step.map((_, i) => i).filter((i) => band.mean[i] !== null);
-  const x = kept.map((i) => across(band.step[i])), pick = (key) => kept.map((i) => (band[key][i] === null ? null : over ? band[key][i] / band.mean[i] - 1 : band[key][i] * scale));
+  const x = kept.map((i) => (over ? across(band.step[i]) : placeOf(name, band.step, i))), pick = (key) => kept.map((i) => (band[key][i] === null ? null : over ? band[key][i] / band.mean[i] - 1 : band[key][i] * scale));
   const base = { type: "scatter", mode: "lines", x, line: { width: 0 }, showlegend: false, hoverinfo: "skip", legendgroup: "forecast" };
   const hue = color("c6"), lows = pick("lo90"), highs = pick("hi90"), template = over ? "+.2%" : ",.5~g";
   return [
@@ -153,7 +160,7 @@ function updatedTrace(name, scale = 1, over = null) {  // what is left of the ru
   const kept = found.step.map((_, i) => i).filter((i) => found.step[i] > from && found.mean[i] !== null);
   if (!kept.length) return [];
   const base = (step) => between(page.forecast.bands[name], step);
-  return [{ type: "scatter", mode: "lines", x: kept.map((i) => across(found.step[i])), y: kept.map((i) => (over ? found.mean[i] / base(found.step[i]) - 1 : found.mean[i] * scale)), name: "updated", line: { width: 1.8, dash: "dash", color: color("c3") }, hovertemplate: over ? "updated %{y:+.2%}<extra></extra>" : "%{y:,.5~g}" }];
+  return [{ type: "scatter", mode: "lines", x: kept.map((i) => (over ? across(found.step[i]) : placeOf(name, found.step, i))), y: kept.map((i) => (over ? found.mean[i] / base(found.step[i]) - 1 : found.mean[i] * scale)), name: "updated", line: { width: 1.8, dash: "dash", color: color("c3") }, hovertemplate: over ? "updated %{y:+.2%}<extra></extra>" : "%{y:,.5~g}" }];
 }
 
 function between(band, step, key = "mean") {  // a column of the band at a step, null outside
@@ -168,11 +175,11 @@ function underlay(panel, made) {  // adds a chart's band below its curves; where
   const name = banded(panel);
   if (!name || !["smooth", "sources", "lines"].includes(panel.style)) return made;
   const scale = panel.key === "entropy" ? 1 / Math.log(page.about.run.moe?.experts || Math.E) : 1, band = page.forecast.bands[name];
-  const first = band.step.find((_, i) => band.mean[i] !== null);
-  if (first === undefined) return made;
+  const at = band.mean.findIndex((mean) => mean !== null), first = band.step[at];
+  if (at < 0) return made;
   const { step, steps, progress } = page.summary;
   const until = panel.key.startsWith("heldout") || progress === null || progress > 0.85 ? steps : Math.max(1.2 * step, 1.5 * first);
-  return { ...made, data: [...bandTraces(name, scale), ...made.data, ...updatedTrace(name, scale)], from: across(first), until: until ? across(until) : undefined };
+  return { ...made, data: [...bandTraces(name, scale), ...made.data, ...updatedTrace(name, scale)], from: placeOf(name, band.step, at), until: until ? across(until) : undefined };
 }
 
 // ---- the distance from the forecast -----------------------------------------------------------
