@@ -57,6 +57,18 @@ def test_a_largest_size_that_was_missed_widens_them_and_says_so(rows):
     assert np.allclose(new, old * by**2, rtol=1e-3)
 
 
+def test_other_losses_are_widened_at_least_as_much_as_the_headline(rows):
+    own = of(rows, HEADLINE, lift=0.85) + of(rows, LOSS)
+    asked = points.asked(pocket.run(), "hero", [HEADLINE, LOSS])
+    found = fits.fit_rows(own, asked, "joint", 0, say=lambda _: None)
+    plain = fits.fitting.fit(fits.P.of_rows(of(rows, LOSS)), fits.P.of_rows(asked[20:], "TARGET"))
+    by = backtest.factor(found["fit"]["backtest"][HEADLINE])
+    assert backtest.factor(found["fit"]["backtest"][LOSS]) < by
+    old, new = plain["rows"][-1], found["rows"][-1]
+    assert math.log(new["hi90"] / new["mean"]) == pytest.approx(by * math.log(old["hi90"] / old["mean"]), rel=1e-9)
+    assert "top_rung_missed" in [a["code"] for a in found["fit"]["alarms"]]
+
+
 def test_it_is_asked_of_three_sizes_and_more(rows):
     small = [r for r in of(rows, HEADLINE) if r["run"] in ("hero-d32", "hero-d48")]
     assert backtest.backtest(small, "joint", 0) is None and backtest.factor(None) == 1.0

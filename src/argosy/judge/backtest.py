@@ -16,6 +16,7 @@ from argosy.forecast import points as P
 
 LEAST_SIZES = 3
 NORMAL90 = float(stats.norm.ppf(0.95))
+MOST = 10.0  # beyond it the law is not worth a band, and the alarm says so
 MISSED = 1.0  # of the 90% band: the typical row of the later half lies outside
 
 Body = dict[str, Any]
@@ -63,13 +64,16 @@ def factor(tested: Body | None) -> float:
     >>> factor({"widths": 0.4}), round(factor({"widths": 2.0}), 2)
     (1.0, 3.29)
     """
-    return max(1.0, NORMAL90 * tested["widths"]) if tested else 1.0
+    return min(max(1.0, NORMAL90 * tested["widths"]), MOST) if tested else 1.0
 
 
-def widened(found: Body, metric: str, tested: Body | None) -> Body:
-    """A metric's fit with its bands and covariance widened about the mean, and an alarm where the largest size was missed."""
-    by = factor(tested)
-    if by == 1.0 or tested is None:
+def widened(found: Body, metric: str, tested: Body | None, least: float = 1.0) -> Body:
+    """A metric's fit with its bands and covariance widened about the mean, and an alarm where the largest size was missed.
+
+    `least` is the headline's factor: one ladder and one law are behind all losses, and a set's own test is a single draw.
+    """
+    by = max(factor(tested), least)
+    if by == 1.0:
         return found
     zero = found.get("covariance", {}).get(metric, {}).get("zero", 0.0)
     rows = [stretched(row, by, zero) for row in found["rows"]]
@@ -77,7 +81,7 @@ def widened(found: Body, metric: str, tested: Body | None) -> Body:
     if block := found.get("covariance", {}).get(metric):
         matrix = [[float(f"{v * by * by:.4g}") for v in line] for line in block["matrix"]]
         out["covariance"] = found["covariance"] | {metric: block | {"matrix": matrix}}
-    if tested["widths"] > MISSED:
+    if tested and tested["widths"] > MISSED:
         message = (
             f"{metric}: without {', '.join(tested['left_out'])} the end of {tested['run']} is forecast {tested['error']:+.1%} off,"
             f" {tested['inside']:.0%} of its evaluations in the 90% band: the law does not hold over this ladder; bands are"

@@ -8,6 +8,7 @@ import numpy as np
 from argosy.forecast import fit as fitting
 from argosy.forecast import points as P
 from argosy.judge import backtest
+from argosy.track import metrics as known
 
 Body = dict[str, Any]
 Say = Callable[[str], None]
@@ -17,8 +18,8 @@ def fit_rows(points: list[Body], asked: list[Body], method: str, seed: int, *, c
     """`fit.fit` metric by metric, told as it goes: rows in the target's order, `fit` and `covariance` of all metrics.
 
     Bands of a law are widened where the points, without their largest size, do not forecast it: `backtest`, in `fit.backtest`; those of
-    trends come wide enough from their own runs. A set's nats per
-    token are its bits per byte times a constant: one of them is fitted.
+    trends come wide enough from their own runs. The headline is asked first (`points.shared`): other losses are widened at least as much.
+    A set's nats per token are its bits per byte times a constant: one of them is fitted.
 
     Raises:
         ValueError: as `fit.fit` does.
@@ -40,7 +41,9 @@ def fit_rows(points: list[Body], asked: list[Body], method: str, seed: int, *, c
             rows = P.of_rows([row for row in asked if row["metric"] == metric], "TARGET")
             found = fitting.fit(P.of_rows(own), rows, method, seed=seed, covariance=covariance)
             tested = backtest.backtest(own, method, seed) if P.kind(metric) == "loss" else None
-            found = backtest.widened(found, metric, tested)
+            headline = known.macro_bpb(list(about["backtest"]))
+            least = backtest.factor(about["backtest"][headline]) if headline and P.kind(metric) == "loss" else 1.0
+            found = backtest.widened(found, metric, tested, least)
             found["fit"]["backtest"] = {metric: tested}
         done[metric] = found
         for name, block in found.get("covariance", {}).items():

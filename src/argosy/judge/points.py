@@ -230,7 +230,9 @@ def shared(
         common = {n for n in common if not n.startswith(SPEED)}
     # A metric that is 0 throughout (drops at a sender that has no limit) says nothing.
     common = {n for n in common if any((log.series(n)[1] != 0).any() for _, log in rungs)}
-    return [n for n in sorted(common, key=known.rank) if metrics is None or n in metrics], told
+    headline = known.macro_bpb(list(common))
+    order = sorted(common, key=lambda n: (n != headline, known.rank(n)))
+    return [n for n in order if metrics is None or n in metrics], told
 
 
 def one_machine(hero: spec.Run, rungs: Sequence[tuple[spec.Run, logs.RunLog]]) -> bool:
