@@ -234,6 +234,8 @@ def test_narrow_and_dark(home, browser):
         }
         browser.post("/goog/cdp/execute", **send)
         browser.post("/url", url=address + "?live=off")
+        browser.until(drawn("residual"))
+        browser.run("document.getElementById('chart-loss').scrollIntoView()")
         browser.until(drawn("loss"))
         browser.run("for (const part of document.querySelectorAll('#ladder, #judged details')) part.open = true")
         assert browser.run("return document.documentElement.scrollWidth") <= 390
