@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-import multiprocessing
+import queue
 import shutil
 import stat
+import threading
 import time
 from dataclasses import replace
 
@@ -133,10 +134,9 @@ def one(home, barrier, answers):
         answers.put(str(error))
 
 
-def test_two_processes_at_once_do_not_overwrite(tmp_path):
-    context = multiprocessing.get_context("fork")
-    barrier, answers = context.Barrier(4), context.Queue()
-    workers = [context.Process(target=one, args=(tmp_path, barrier, answers)) for _ in range(4)]
+def test_several_at_once_do_not_overwrite(tmp_path):
+    barrier, answers = threading.Barrier(4), queue.Queue()
+    workers = [threading.Thread(target=one, args=(tmp_path, barrier, answers)) for _ in range(4)]
     for worker in workers:
         worker.start()
     told = [answers.get(timeout=60) for _ in workers]

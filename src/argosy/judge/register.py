@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -120,20 +121,21 @@ def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path,
     body["sha256"] = digest(body)
     folder = folder_of(home, name)
     folder.mkdir(parents=True, exist_ok=True)
-    path, aside = folder / f"{number:04d}.json", folder / f".{number:04d}.{os.getpid()}.tmp"
+    path = folder / f"{number:04d}.json"
+    handle, aside = tempfile.mkstemp(".tmp", f".{number:04d}.", folder)
     try:
-        with aside.open("wb") as file:
+        with os.fdopen(handle, "wb") as file:
             file.write(text(body))
             file.flush()
             os.fsync(file.fileno())
-        aside.chmod(0o444)
+        os.chmod(aside, 0o444)
         os.link(aside, path)  # unlike a rename, never over a file that is there
     except FileExistsError:
         raise ValueError(
             f"{path} was registered by another process in this moment; argosy forecast register {name} --reason TEXT supersedes it"
         ) from None
     finally:
-        aside.unlink(missing_ok=True)
+        os.unlink(aside)
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
