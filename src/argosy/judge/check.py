@@ -23,6 +23,7 @@ from argosy.track import metrics as known
 
 EXIT = {GO: 0, CAUTION: 0, NO_GO: 3}
 SIZES = 3  # the fewest that a law can be fitted to
+SETTLED = 0.75  # of the run: from here drops are judged, in rungs and in the hero
 # Alarms of the fit that speak against a launch; the others say how sure the forecast is and are noted.
 AGAINST = {
     "not_finite": NO_GO, "rung_missing": CAUTION, "unfinished_run": CAUTION, "run_off_trend": CAUTION, "early_off_trend": CAUTION,
@@ -237,7 +238,8 @@ def of_hero(gathered: points.Gathered, hero: spec.Run, name: str) -> tuple[dict[
         own = [r for r in body["rows"] if r["metric"] == metric and r["mean"] is not None]
         if not own:
             continue
-        after = [r for r in own if r["step"] > G.BEGIN * spec.steps(hero)]
+        begin = SETTLED if metric == "moe/drop_fraction" else G.BEGIN  # drops are high until the biases have settled
+        after = [r for r in own if r["step"] > begin * spec.steps(hero)]
         top = max(after, key=lambda r: r["mean"])
         expected[metric] = {"end": own[-1], "highest": top}
         out += levels(metric, top, hero, name)
