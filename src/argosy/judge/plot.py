@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from argosy import spec
-from argosy.forecast import joint, surface, trend
+from argosy.forecast import joint, trend
 from argosy.forecast import points as P
 from argosy.judge import points as tables
 from argosy.judge import register, verdict
@@ -90,14 +90,13 @@ def picture(home: Path, name: str, metric: str = "") -> Picture:
         )
     hero, about = spec.from_json(body["hero"]), metrics.describe(metric)
     points = P.of_rows([row for row in body["data"]["points"] if row["metric"] == metric])
-    asked = P.of_rows([row for row in body["data"]["target"] if row["metric"] == metric], "TARGET")
     purposes = {rung["name"]: rung.get("purpose", "") for rung in body["ladder"]}
     return Picture(
         name,
         metric,
         about.unit,
         about.meaning,
-        climbed(points, fitted(body, points, asked), purposes),
+        climbed(points, fitted(body, points), purposes),
         measured(home, name, metric, hero),
         placed(drawn["bands"][metric], hero),
         placed(drawn.get("updated", {}).get(metric) or {}, hero),
@@ -105,17 +104,16 @@ def picture(home: Path, name: str, metric: str = "") -> Picture:
     )
 
 
-def fitted(body: Body, points: P.Table, asked: P.Table) -> np.ndarray:
+def fitted(body: Body, points: P.Table) -> np.ndarray:
     """The fit's own value at each point, NaN where it has none: of other methods than the joint law's, and early in a run."""
     law = np.full(len(points), math.nan)
     if P.kind(points.metric[0]) == "other":
         return np.asarray(trend.predict(trend.fit(points), points)["mean"])
     if body["method"] == "per_fraction" or P.kind(points.metric[0]) == "accuracy":
         return law
-    found = joint.fit(points, asked, body["seed"], draws=0)
-    law[found.rows] = np.exp(
-        surface.log_loss(found.setting, found.best[None], np.array([found.shape]), found.setting.points)[0]
-    )
+    rows = joint.chosen(points)
+    own = P.take(points, rows)
+    law[rows] = np.exp(joint.parts(joint.fit(points, own, body["seed"], draws=0), points, own).mean)
     return law
 
 
