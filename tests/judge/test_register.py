@@ -13,8 +13,9 @@ import pytest
 import synthetic
 
 from argosy import cli, spec
-from argosy.judge import fits, ladders, points, register, verify
+from argosy.judge import fits, ladders, points, register, verdict, verify
 from argosy.runs import pocket
+from argosy.track import store
 
 HEADLINE = "eval_dropless/stdlib/macro_bpb"
 KEPT = (HEADLINE, "grad/norm/total")
@@ -161,6 +162,13 @@ def test_a_hero_that_has_begun_no_update_is_not_late(home, no_fit):
     assert register.register(home, "hero", reason="again")[1]["late"] is None
 
 
+def test_a_hero_that_is_still_compiled_is_not_late(home, no_fit):
+    folder = home / "runs" / "hero"
+    store.create(folder, spec.to_json(pocket.run()), {})
+    store.open_writer(folder, 0).close("stopped")
+    assert register.register(home, "hero", reason="again")[1]["late"] is None
+
+
 def test_clocks_that_go_backwards_are_refused(home, no_fit, monkeypatch):
     now = register.newest(home, "hero")["created_s"]
     monkeypatch.setattr(register.time, "time", lambda: now - 1)
@@ -198,6 +206,21 @@ def test_unfinished_rungs_and_a_hero_inside_the_range_are_alarms(tmp_path):
     assert [r["finished"] for r in body["ladder"]] == [True, True, True, False]
 
 
+def test_nothing_is_held_against_a_file_that_was_changed(home, made):
+    path = home / "forecasts/hero/0001.json"
+    path.chmod(0o644)
+    for old, new in (('"reason": ""', '"reason": "a"'), ('"late": null', '"late": {"updates": 1}')):
+        path.write_text(made[1].read_text().replace(old, new, 1))
+        with pytest.raises(ValueError, match=r"0001\.json is not what was registered here"):
+            verdict.judge(home, "hero")
+    path.write_bytes(made[1].read_bytes())
+    assert verdict.judge(home, "hero")["forecast"]["number"] == 1
+    (home / "forecasts/other").mkdir()
+    shutil.copy(path, home / "forecasts/other/0001.json")
+    with pytest.raises(ValueError, match="not what was registered here"):
+        verdict.judge(home, "other")
+
+
 def test_damaged_files_are_named_and_left(home):
     path = home / "forecasts/hero/0001.json"
     path.chmod(0o644)
@@ -217,6 +240,8 @@ def test_a_witness_is_noted_beside_it(home, capsys):
     cli.main(["forecast", "witness", "hero", "--at", "commit 12ab", "--home", str(home), "--json"])
     body = register.newest(home, "hero")
     assert [w["at"] for w in register.witnesses(home, body)] == ["https://example.org/tag/1", "commit 12ab"]
+    page = json.loads((home / "forecasts/hero/page.json").read_bytes())
+    assert page["forecast"]["witness"] == ["https://example.org/tag/1", "commit 12ab"]
     assert (home / "forecasts/hero/0001.json").read_bytes() == before and len(register.all_of(home, "hero")) == 1
     with pytest.raises(ValueError, match="--at WHERE"):
         register.witness(home, "hero", " ")

@@ -95,11 +95,11 @@ def register(
 
 
 def show_page(home: Path, body: Body) -> None:
-    """Give the page the newest bands."""
+    """Give the page the newest bands, the verdict under them, and who witnesses it."""
     from argosy.judge import verdict  # which rests on this module
 
-    with contextlib.suppress(OSError):  # the page's file can be made again
-        verdict.write_page(home, body["name"], body=body)
+    with contextlib.suppress(ValueError, OSError):  # the page's file can be made again
+        verdict.judge(home, body["name"])
 
 
 def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path, Body]:
@@ -228,7 +228,8 @@ def late(home: Path, name: str, before: Body | None) -> Body | None:
     if (home / "runs" / name / "run.json").is_file():
         log = logs.read(home / "runs" / name)
         for attempt in log.attempts:
-            done += [attempt.at_step, *log.series("time", attempt.number)[0][-1:].tolist()]
+            own = log.pieces("time", attempt.number)  # none while the first program is compiled
+            done += [attempt.at_step, *(int(piece.column.steps[piece.stop - 1]) for piece in own)]
     most = max(done, default=0)
     return {"updates": most} if most else None
 
@@ -261,18 +262,26 @@ def identity(run: spec.Run, corpus_checksum: str) -> dict[str, str | int | float
 
 
 def all_of(home: Path, name: str) -> list[Body]:
-    """Every registered forecast of a hero, oldest first; their hashes are `verify`'s to check.
+    """Every registered forecast of a hero, oldest first, each with its own hash and that of the one before it.
 
     Raises:
-        ValueError: for a file that is damaged, or a number that is missing.
+        ValueError: for a file that is damaged or was changed, or a number that is missing.
     """
-    found = [load(path) for path in files(home, name)]
-    for k, body in enumerate(found, 1):
+    found: list[Body] = []
+    for k, path in enumerate(files(home, name), 1):
+        body = load(path)
         if body["number"] != k:
             raise ValueError(
                 f"{folder_of(home, name)}: {k:04d}.json is missing or holds number {body['number']}; forecasts are never removed:"
                 " bring it back"
             )
+        before = found[-1]["sha256"] if found else None
+        if digest(body) != body["sha256"] or body["supersedes"] != before or body["name"] != name:
+            raise ValueError(
+                f"{path} is not what was registered here: its name, its SHA-256 or that of the one before it is another; argosy"
+                f" forecast verify {path} says more; bring the file back as it was"
+            )
+        found.append(body)
     return found
 
 
@@ -356,6 +365,7 @@ def witness(home: Path, name: str, where: str) -> Body:
     path = folder_of(home, name) / f"{body['number']:04d}.witness.json"
     entry = {"at": where, "noted": stamp(time.time()), "sha256": body["sha256"]}
     layout.write_json(path, {"witnesses": [*witnesses(home, body), entry]})
+    show_page(home, body)
     return entry
 
 

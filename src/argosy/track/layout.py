@@ -104,12 +104,15 @@ def write_json(path: Path, body: Any) -> None:
     Raises:
         OSError: when the disk refuses; what was there before stays.
     """
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("wb") as file:
-        file.write(json.dumps(body, indent=1, default=plain).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(aside, path)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two processes may write one file at a time
+    try:
+        with aside.open("wb") as file:
+            file.write(json.dumps(body, indent=1, default=plain).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
