@@ -95,6 +95,12 @@ def drift(a: np.ndarray, b: np.ndarray, spread: float) -> np.ndarray:
     return spread**2 * np.exp(-(((np.log(a)[:, None] - np.log(b)) / DRIFT_LENGTH) ** 2) / 2)
 
 
+def drift_spread(known: Registered) -> float:
+    """The spread of the slow error, in log."""
+    whole = float(np.sqrt(np.diag(known.covariance).mean()))
+    return max(DRIFT_SHARE * whole, min(DRIFT, whole))
+
+
 def scale_of(known: Registered, residual: np.ndarray) -> float:
     """The scale of the noise: between the registered one and what second differences of the curve say, by their number."""
     scale = known.noise / math.sqrt(FREEDOM / (FREEDOM - 2))
@@ -148,8 +154,7 @@ def follow(known: Registered, progress: np.ndarray, value: np.ndarray) -> Follow
     widths = np.maximum(residual - high, 0) / high - np.maximum(-residual - low, 0) / low
     scale = scale_of(known, residual)
     weight = weights(residual, scale) if len(y) else np.zeros(0)
-    whole = float(np.sqrt(np.diag(known.covariance).mean()))
-    slow = max(DRIFT_SHARE * whole, min(DRIFT, whole))
+    slow = drift_spread(known)
 
     seen = thinned(len(y))
     g, r = progress[seen], residual[seen]

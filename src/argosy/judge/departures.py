@@ -67,9 +67,8 @@ def residual(body: dict[str, Any], metric: str, measured: dict[int, float], tota
     place, reads = follow.at(progress, known.progress), follow.at(progress, known.knots)
     values = np.log(np.array([measured[s] for s in steps]) + known.zero) - place @ known.mean
     high, low = place @ (known.high - known.mean), place @ (known.mean - known.low)
-    slow = follow.DRIFT * float(np.sqrt(np.diag(known.covariance).mean()))
     scale = follow.scale_of(known, values)
-    matrix = reads @ known.covariance @ reads.T + follow.drift(progress, progress, slow)
+    matrix = reads @ known.covariance @ reads.T + follow.drift(progress, progress, follow.drift_spread(known))
     widths = np.maximum(values - high, 0) / high - np.maximum(-values - low, 0) / low
     return Residual(metric, np.array(steps), values, matrix, scale / np.sqrt(follow.weights(values, scale)), widths)
 
