@@ -78,7 +78,7 @@ def test_a_ladder_that_there_is_not_names_the_command(tmp_path):
         ladders.state(tmp_path, "poket")
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 2}', "no hero", "no run"])
+@pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 100_000, '{"format": 2}', "no hero", "no run", "elsewhere", "twice"])
 def test_a_damaged_file_is_said_and_left(tmp_path, damage):
     path = ladders.save(tmp_path, "pocket", HERO, RUNGS)
     body = json.loads(path.read_text())
@@ -87,6 +87,12 @@ def test_a_damaged_file_is_said_and_left(tmp_path, damage):
         damage = json.dumps(body)
     elif damage == "no run":
         del body["rungs"][1]["run"]["model"]["width"]
+        damage = json.dumps(body)
+    elif damage == "elsewhere":
+        body["rungs"][1] |= {"name": "pocket-../../other", "rung": "../../other"}
+        damage = json.dumps(body)
+    elif damage == "twice":
+        body["rungs"].append(body["rungs"][1])
         damage = json.dumps(body)
     path.write_text(damage)
     with pytest.raises(ValueError, match=r"pocket\.json is not what was written"):

@@ -84,7 +84,11 @@ def load(home: Path, hero_name: str) -> dict[str, Any]:
             spec.from_json(entry["run"])
             if not all(isinstance(entry[key], str) for key in ("name", "rung", "purpose")):
                 raise ValueError("a rung has no name, rung or purpose")
-    except (ValueError, KeyError, TypeError) as error:
+            if entry["name"] != run_name(hero_name, entry["rung"]) or "/" in entry["name"]:
+                raise ValueError(f"a rung is called {entry['name']!r}, which is no rung's name of {hero_name!r}")
+        if len({entry["name"] for entry in body["rungs"]}) < len(body["rungs"]):
+            raise ValueError("it holds a rung twice")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is not what was written: {what}; the runs of its rungs are untouched") from error
     return body

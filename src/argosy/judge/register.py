@@ -377,5 +377,5 @@ def witnesses(home: Path, body: Body) -> list[Body]:
     try:
         found = json.loads(path.read_bytes())["witnesses"]
         return [entry for entry in found if entry["sha256"] == body["sha256"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what was written: {error}; the forecast beside it is untouched") from error

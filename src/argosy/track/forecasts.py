@@ -65,7 +65,7 @@ def loaded(path: Path, parts: dict[str, type], remedy: str) -> Body:
         body = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not what was written: {error}; {remedy}") from error
     for part, kind in parts.items():
         if not isinstance(body, dict) or not isinstance(body.get(part), kind):
