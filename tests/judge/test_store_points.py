@@ -60,6 +60,19 @@ def test_what_updates_log_is_the_mean_since_the_evaluation_before(home):
     for row, after, to in zip(rows, ends, ends[1:], strict=False):
         assert row["value"] == pytest.approx(values[(steps > after) & (steps <= to)].mean(), rel=1e-12)
     assert points.windows(np.array([1, 2, 9]), np.array([1.0, 3.0, 8.0]), np.array([5, 7, 9])) == {5: 2.0, 9: 8.0}
+    assert points.windows(np.array([1, 2, 9]), np.array([1.0, 3.0, 8.0]), np.array([5, 7, 9]), 4) == {5: 3.0, 9: 8.0}
+
+
+def test_a_hero_that_is_evaluated_more_often_is_compared_over_equal_shares(tmp_path):
+    """Fails when the ladder's means reach further back than the hero's: what falls is then forecast too high."""
+    hero = pocket.run()
+    hero = replace(hero, evals=replace(hero.evals, every_frac=0.01))
+    rungs = [Rung("d64", pocket.rung(64), "size")]
+    ladders.save(tmp_path, "hero", hero, rungs)
+    synthetic.sail(tmp_path, "hero-d64", rungs[0].run)
+    row = next(r for r in points.gather(tmp_path, "hero").rows if r["metric"] == "train/loss" and r["step"] == 53)
+    steps, values = logs.read(tmp_path / "runs/hero-d64").series("train/loss")
+    assert row["value"] == pytest.approx(values[(steps > 53 - 5.24) & (steps <= 53)].mean(), rel=1e-12)
 
 
 def test_each_metric_that_is_forecast_has_its_kind(home):

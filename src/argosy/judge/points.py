@@ -93,17 +93,22 @@ def evaluated(log: logs.RunLog) -> list[int]:
     return sorted(found)
 
 
-def of_run(log: logs.RunLog, metrics: Sequence[str] | None = None, purpose: str = "") -> list[Row]:
+def of_run(
+    log: logs.RunLog, metrics: Sequence[str] | None = None, purpose: str = "", share: float | int | None = None
+) -> list[Row]:
     """Rows for `forecast.points.of_rows`: one per metric and evaluation of a run, NaN values among them as they were logged.
 
-    Evaluations are as logged. What every update logs is the mean over the updates since the evaluation before.
+    Evaluations are as logged. What every update logs is the mean over the updates since the evaluation before, or over as large a
+    share of the run as whoever is forecast has between two evaluations.
 
     Args:
         log: the run.
         metrics: names; all that are forecast if not given. One that the run has not logged gives no row.
         purpose: of the rung in its ladder; kept in the row, where a table does not read it.
+        share: `every_frac` of whoever is forecast; the run's own if not given.
     """
     run = spec.from_json(log.run["run"])
+    width = None if share in (None, run.evals.every_frac) else share * spec.steps(run)
     ends = np.array(evaluated(log), dtype=np.int64)
     wanted = forecastable(log.metrics) if metrics is None else [name for name in metrics if name in set(log.metrics)]
     rows = []
@@ -112,15 +117,19 @@ def of_run(log: logs.RunLog, metrics: Sequence[str] | None = None, purpose: str 
         if name.startswith("eval_"):
             kept = {int(s): float(v) for s, v in zip(steps, values, strict=True) if s > 0}
         else:
-            kept = windows(steps, values, ends)
+            kept = windows(steps, values, ends, width)
         rows += [place(run, log.name, name, step) | {"value": kept[step], "purpose": purpose} for step in sorted(kept)]
     return rows
 
 
-def windows(steps: np.ndarray, values: np.ndarray, ends: np.ndarray) -> dict[int, float]:
-    """The mean of a metric over the updates up to each of `ends` and after the one before it; windows without a row have none."""
-    edges = np.searchsorted(steps, np.concatenate([[0], ends]), "right")
-    return {int(end): float(np.mean(values[a:b])) for end, a, b in zip(ends, edges[:-1], edges[1:], strict=True) if b > a}
+def windows(steps: np.ndarray, values: np.ndarray, ends: np.ndarray, width: float | int | None = None) -> dict[int, float]:
+    """The mean of a metric over the updates up to each of `ends` and after the one before it; windows without a row have none.
+
+    With a `width` over so many updates, at least one, up to each of `ends`.
+    """
+    after = np.concatenate([[0], ends])[:-1] if width is None else ends - max(width, 1)
+    begins, stops = np.searchsorted(steps, after, "right"), np.searchsorted(steps, ends, "right")
+    return {int(end): float(np.mean(values[a:b])) for end, a, b in zip(ends, begins, stops, strict=True) if b > a}
 
 
 class Gathered(NamedTuple):
@@ -173,7 +182,7 @@ def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathe
             continue
         logged[entry["name"]] = (planned, log, entry["purpose"])
     common, left = shared(hero, [(run, log) for run, log, _ in logged.values()], metrics)
-    rows = [row for _, log, purpose in logged.values() for row in of_run(log, common, purpose)]
+    rows = [row for _, log, purpose in logged.values() for row in of_run(log, common, purpose, hero.evals.every_frac)]
     broken = [row for row in rows if not math.isfinite(row["value"])]
     told += left + not_finite(broken) + differing(hero, {n: run for n, (run, _, _) in logged.items()}, rungs)
     paths = {schedule(run) for run in [hero, *(run for run, _, _ in logged.values())]}

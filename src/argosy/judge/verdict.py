@@ -1,9 +1,9 @@
 """A run held against its registered forecast: `ahead`, `on track`, `behind`, `off` or `not comparable`, and what the end looks like now.
 
 `forecast.follow` reads each metric; here is what is compared with what. The newest forecast alone counts. Evaluations are as logged,
-metrics of every update the mean since the evaluation before, as in the ladder. The first `EARLIEST` of a run is not judged: rungs are
-fitted without theirs. The run's word is its headline evaluation's, with two exceptions: a loss that is not finite is `off`,
-and where the mean of the sets is well while one of them is `off`, the run is `behind`.
+metrics of every update the mean since the evaluation before, over as large a share of the run as in the ladder. The first `EARLIEST`
+of a run is not judged: rungs are fitted without theirs. The run's word is its headline evaluation's, with two exceptions: a loss that
+is not finite is `off`, and where the mean of the sets is well while one of them is `off`, the run is `behind`.
 """
 
 import math
