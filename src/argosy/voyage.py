@@ -110,8 +110,8 @@ def judging(host: spec.Host, writer: store.Writer, stop_on: str) -> Callable[[in
                 return False
             found = verdict.judge(host.home, host.name)
             word, why = found["verdict"] or "", found["why"]
-        except (ValueError, OSError) as error:
-            word, why = "not judged", str(error)
+        except Exception as error:  # whatever a damaged file or an odd curve makes of it: the training is worth more
+            word, why = "not judged", str(error) if isinstance(error, ValueError | OSError) else repr(error)
         if word != told:
             told = word
             happened(writer.event, "verdict", step, verdict=word, message=f"against the forecast: {word}: {why}")

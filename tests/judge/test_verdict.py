@@ -13,7 +13,7 @@ import pytest
 import synthetic
 from rich.console import Console
 
-from argosy import cli, spec
+from argosy import cli, spec, voyage
 from argosy.judge import points, register, verdict
 from argosy.runs import pocket
 from argosy.track import log as logs
@@ -243,3 +243,12 @@ def test_every_metric_that_is_forecast_has_a_side():
             name.startswith("eval_dropless") or name in ("train/loss", "train/cross_entropy_loss") or "drop_fraction" in name
         )
         assert side == (1 if losses else -1 if name in ("throughput/mfu", "throughput/tokens_per_second") else 0), name
+
+
+def test_nothing_that_goes_wrong_in_judging_ends_a_training(home, hero, monkeypatch, capsys):
+    folder = synthetic.sail(home, "hero", hero, 0.1)
+    monkeypatch.setattr(verdict, "judge", lambda *_: {}["rows"])
+    with store.open_writer(folder, 102) as writer:
+        assert voyage.judging(spec.Host(home=home, name="hero"), writer, "off")(103) is False
+    assert [e["fields"]["verdict"] for e in logs.read(folder).events if e["kind"] == "verdict"] == ["not judged"]
+    assert "not judged: KeyError('rows')" in capsys.readouterr().err
