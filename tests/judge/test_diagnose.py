@@ -16,6 +16,7 @@ from argosy.judge import departures as D
 from argosy.judge import diagnose as G
 from argosy.judge import ladders, points, register
 from argosy.runs import pocket
+from argosy.track import store
 
 AT = 0.4  # of the run: where faults begin
 COMMON, ALONE = 0.01, {"eval_": 0.002, "train/router/": 0.02, "train/": 0.004}  # of log: what the forecast says of itself
@@ -137,6 +138,8 @@ def test_a_planted_fault_is_named(tmp_path: Path, truth: Truth, kind: str):
 def test_the_code_that_changed_is_the_nearest_record(tmp_path: Path, truth: Truth, capsys: pytest.CaptureFixture):
     """Fails when the attempt with another code version before the departure is not told, or JSON is not JSON alone."""
     sail(tmp_path, truth, FAULTS["implementation"][0], code="bbbb")
+    with store.open_writer(tmp_path / "runs/hero", round(0.8 * spec.steps(HERO))) as writer:
+        writer.event("verdict", FAULT_STEP + 1, verdict="on track")  # what the run was judged is no cause of it
     cli.main(["diagnose", "hero", "--home", str(tmp_path), "--json"])
     body = json.loads(capsys.readouterr().out)
     assert body["nearest"]["step"] == FAULT_STEP

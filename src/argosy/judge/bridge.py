@@ -6,6 +6,7 @@ about 0, `TRANSFER` of the effect for each decade, which one size leaves as it i
 prior too, the luck of two runs. A public example of such a pair: a new mixture was worth -0.80% at width 1,536 (marin#9126).
 """
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -20,13 +21,14 @@ from argosy.judge import points as tables
 from argosy.judge import register
 from argosy.judge.fits import Body, Say
 from argosy.track import log as logs
+from argosy.track import metrics as known
 
 TRANSFER = 0.3  # of the effect, for each decade of FLOPs: prior spread of how it changes with size
 LUCK = 0.0015  # of log L: a run's own offset, `forecast.joint.OFFSET`
 FREEDOM = 3.0  # degrees that the prior of the scatter counts for
 WINDOW = 3  # evaluations that a point of the effect's curve is the mean of
 BEFORE = 3.0  # spreads: a rerun that differs more before the event did not begin as the first run
-OWN = ("attempt", "ended", "corpus", "baseline", "baseline_whole")  # records of every run
+OWN = ("attempt", "ended", "corpus", "baseline", "baseline_whole", "verdict")  # records of every run, none of them a change
 UNCHANGING = ("recipe", "seed", "optim.horizon_tokens")
 
 
@@ -87,12 +89,12 @@ def the_event(log: logs.RunLog, asked: str) -> Body:
         ValueError: when there is none, or more than one, with a list.
     """
     records = [r | {"of": "event"} for r in log.events if not r["superseded"]] + [r | {"of": "lineage"} for r in log.lineage]
-    known = {(r["kind"], r["step"]): r for r in records if r["kind"] not in OWN}
-    listed = ", ".join(f"{kind}@{step}" for kind, step in sorted(known, key=lambda k: k[1])) or "none"
+    there = {(r["kind"], r["step"]): r for r in records if r["kind"] not in OWN}
+    listed = ", ".join(f"{kind}@{step}" for kind, step in sorted(there, key=lambda k: k[1])) or "none"
     kind, _, step = asked.partition("@")
     if step and not re.fullmatch(r"\d+", step):
         raise ValueError(f"--event {asked!r} is KIND or KIND@STEP; run {log.name!r} has: {listed}")
-    found = [r for (k, s), r in known.items() if k == kind and (not step or s == int(step))]
+    found = [r for (k, s), r in there.items() if k == kind and (not step or s == int(step))]
     if not found:
         raise ValueError(f"run {log.name!r} has no event or change {asked!r}; it has: {listed}")
     if len(found) > 1:
@@ -156,13 +158,6 @@ def difference(text: str, first: logs.RunLog, second: logs.RunLog, a: spec.Run, 
         raise ValueError(
             f"--rerun {text!r}: the two differ in nothing (recipe, lineage, code, corpus), so their ratio is luck and no effect"
         )
-    return spec_plain(changed)
-
-
-def spec_plain(changed: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Values as JSON keeps them."""
-    import json
-
     return json.loads(json.dumps(changed, default=lambda v: getattr(v, "__dict__", str(v))))
 
 
@@ -295,8 +290,6 @@ def widened(block: Body, rows: Sequence[Body], effect: Body | None, step: int) -
 
 def differs_before(plain: Body, made: Body) -> list[Body]:
     """An alarm for each rerun whose headline differs before the event: it did not begin as the first run did."""
-    from argosy.track import metrics as known
-
     headline = known.macro_bpb([row["metric"] for row in plain["rows"]])
     out = []
     for pair in made["pairs"]:

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from argosy import spec
+from argosy.judge import bridge, points, register, verdict
 from argosy.judge import departures as D
-from argosy.judge import points, register, verdict
 from argosy.judge import signs as S
 from argosy.judge.signs import Sign
 from argosy.track import log as logs
@@ -144,7 +144,7 @@ def nearest(log: logs.RunLog, run: spec.Run, first: int | None) -> dict[str, Any
     if first is None:
         return None
     happened = [(int(r["step"]), r["kind"], about(r["fields"])) for r in [*log.events, *log.lineage] if not r.get("superseded")]
-    happened = [h for h in happened if h[1] not in ("baseline", "baseline_whole", "corpus", "ended", "attempt")]
+    happened = [h for h in happened if h[1] not in bridge.OWN]
     happened += [
         (int(r["step"]), "attempt", f"attempt {r['attempt']} goes on")
         for r in log.lineage
