@@ -41,9 +41,12 @@ def command(home, *words):
 
 
 def start(home, name, *more):
-    """A voyage under way, its outputs as pipes."""
-    words = command(home, "voyage", f"{home / 'tiny.py'}:run", "--as", name, "--port", "0", *more)
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """A voyage under way without a ladder, its outputs as pipes."""
+    return spawn(home, "voyage", f"{home / 'tiny.py'}:run", "--ladder", "skip", "--as", name, "--port", "0", *more)
+
+
+def spawn(home, *words):
+    return subprocess.Popen(command(home, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finished(home, *words):
@@ -224,3 +227,35 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(home, expected, tmp
         status, out, err = voyage(tmp_path, "full", "--json")
         assert status == 0, err
         assert numbers(json.loads(out)) == numbers(expected)
+
+
+def test_the_whole_job_with_its_ladder_goes_on_after_a_kill(home):
+    """Rungs, check, forecast, run, verdict; killed within the ladder, then called again, and once more when all is done."""
+    small = ("data.corpus=words", "model.vocab=320", "model.layers=2", "model.window=8", "model.gate_rank=4", "data.seq_len=32",
+             "data.batch_seqs=8", "data.max_epochs=100", "moe.experts=4", "moe.experts_per_token=2", "optim.horizon_tokens=25600",
+             "evals.tokens_per_set=256", "evals.every_frac=0.1", "compute.readout_block_tokens=64",
+             'data.phases=[{"name": "main", "until_frac": 1.0, "weights": {"words": 1}}]')  # fmt: skip
+    words = ["voyage", "pocket", "--port", "0", "--despite-no-go", *(word for value in small for word in ("--set", value))]
+    first = spawn(home, *words)
+    for line in first.stderr:
+        if "rung 2 of 5" in line:
+            break
+    first.kill()
+    first.communicate(timeout=30)
+    assert not (home / "forecasts").exists() and not any((home / "runs" / "pocket" / "metrics").iterdir())
+    second = finished(home, *words)
+    assert second.returncode == 0, second.stderr
+    assert "1 of 5" not in second.stderr and "rung 2 of 5" in second.stderr
+    shown = " ".join(second.stdout.split())
+    for text in ("GO pocket:", "Forecast registered", "Against its forecast", "before the run's first update", "Verdict: "):
+        assert text in shown or text.replace("GO ", "NO-GO ") in shown or text.replace("GO ", "CAUTION ") in shown
+    kept = files(home / "forecasts" / "pocket")
+    third = finished(home, *words, "--json")
+    assert third.returncode == 0, third.stderr
+    result = json.loads(third.stdout)
+    assert result["updates"] == result["updates_total"] == 100
+    assert result["forecast"]["forecast"]["late"] is None and result["forecast"]["forecast"]["number"] == 1
+    assert result["forecast"]["verdict"] in ("ahead", "on track", "behind", "off")
+    assert kept[Path("0001.json")] == files(home / "forecasts" / "pocket")[Path("0001.json")]
+    events = [json.loads(line) for line in (home / "runs" / "pocket" / "events.jsonl").read_text().splitlines()]
+    assert any(event["kind"] == "verdict" for event in events)

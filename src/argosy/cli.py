@@ -19,6 +19,7 @@ from tyro.extras import SubcommandApp
 
 from argosy import runs, spec
 from argosy.launch import join
+from argosy.plan.ladder import Rung
 
 Name = Annotated[str, Positional]
 Settings = Annotated[UseAppendAction[tuple[str, ...]], arg(name="set", metavar="KEY=VALUE")]
@@ -110,7 +111,12 @@ def voyage(
     run = resolve(recipe, settings, seed)
     host = spec.Host(home=home, name=run_name(recipe, as_), port=port, checkpoint_every_s=seconds(checkpoint_every))
     join.join(link)
-    rungs = runs.ladder(recipe, run, share(budget)) if ladder == "climb" else ()
+    rungs: Sequence[Rung] = ()
+    if ladder == "climb":
+        try:
+            rungs = runs.ladder(recipe, run, share(budget))
+        except ValueError as refusal:
+            raise ValueError(f"{refusal}; --ladder skip trains without a ladder") from None
     try:
         result = job.whole(run, host, rungs, stop_on=stop_on, despite_no_go=despite_no_go, as_json=json)
     except job.NoGo as refusal:
