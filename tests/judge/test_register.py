@@ -105,9 +105,14 @@ def test_verify_holds_and_finds_a_changed_digit(made, tmp_path):
     assert not found["ok"] and not found["hash"] and found["numbers"]
     mean = [r["mean"] for r in body["forecast"]["rows"] if r["metric"] == HEADLINE][12]
     number = changed(path, f'"mean": {mean!r}', f'"mean": {mean * (1 + 1e-5)!r}', rehash=True)
+    told = body["forecast"]["fit"]["alarms"]
+    number = changed(number.rename(tmp_path / "number.json"), f'"alarms": {json.dumps(told)}', '"alarms": []', rehash=True)
     found = verify.verify(number)
     assert found["hash"] and not found["numbers"] and not found["ok"]
     assert [d["what"] for d in found["differs"]] == ["mean"] and found["differs"][0]["registered"] == mean * (1 + 1e-5)
+    row = next(r for r in body["forecast"]["rows"] if r["mean"] == mean)
+    far = mean * 1e-5 / ((row["hi90"] - row["lo90"]) / 2)
+    assert f"{far:.2g} of half a 90% band" in found["problems"][1] and told[0]["code"] in found["problems"][0]
     hero = changed(path, '"batch_seqs": 8', '"batch_seqs": 16', rehash=True)
     assert any("identity" in p for p in verify.consistent(register.load(hero)))
 
@@ -155,6 +160,14 @@ def test_late_is_marked_for_ever(home, no_fit):
     shutil.rmtree(home / "runs" / "hero")
     _, body = register.register(home, "hero", reason="the log is gone")
     assert body["late"] == {"updates": 51}
+
+
+def test_a_hero_whose_lineage_is_lost_is_late_by_its_rows(home):
+    synthetic.sail(home, "hero", pocket.run(), 0.1)
+    before = register.late(home, "hero", None)
+    assert before and before["updates"] > 50
+    (home / "runs/hero/lineage.jsonl").write_text("")
+    assert register.late(home, "hero", None) == before
 
 
 def test_a_hero_that_has_begun_no_update_is_not_late(home, no_fit):
@@ -245,6 +258,8 @@ def test_a_witness_is_noted_beside_it(home, capsys):
     assert (home / "forecasts/hero/0001.json").read_bytes() == before and len(register.all_of(home, "hero")) == 1
     with pytest.raises(ValueError, match="--at WHERE"):
         register.witness(home, "hero", " ")
+    with pytest.raises(ValueError, match="--at WHERE"):
+        register.witness(home, "hero", "https://x\n\x1b[31mverified")
     with pytest.raises(ValueError, match="no forecast of 'nobody'"):
         register.witness(home, "nobody", "here")
 
