@@ -92,7 +92,7 @@ def test_the_targets_are_the_heros_evaluations(home):
     table = points.target(hero, "hero", ["grad/norm/total", "train/loss"])
     assert len(table) == 40 and set(table.metric) == {"grad/norm/total", "train/loss"}
     assert table.step[:20].tolist() == points.evaluation_steps(hero)
-    points_, run = points.of_ladder(home, "hero"), logs.read(home / "runs" / "hero")
+    points_, run = P.of_rows(points.fitted(points.gather(home, "hero"), "hero", "joint")[0]), logs.read(home / "runs" / "hero")
     assert P.check(points_, table) is not None
     assert {r["step"] for r in points.of_run(run)} == {s for s in points.evaluation_steps(hero) if s <= 0.3 * 1024}
 

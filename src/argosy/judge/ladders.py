@@ -94,11 +94,6 @@ def load(home: Path, hero_name: str) -> dict[str, Any]:
     return body
 
 
-def rungs_of(body: dict[str, Any]) -> tuple[Rung, ...]:
-    """The rungs of what `load` gave."""
-    return tuple(Rung(entry["rung"], spec.from_json(entry["run"]), entry["purpose"]) for entry in body["rungs"])
-
-
 def state(home: Path, hero_name: str) -> list[dict[str, Any]]:
     """How far each rung of a saved ladder is, in the ladder's order.
 

@@ -326,15 +326,6 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def of_ladder(home: Path, hero_name: str, metrics: Sequence[str] | None = None) -> P.Table:
-    """The points of a hero's ladder as they are fitted: every finite value of its rungs' metrics that are forecast.
-
-    Raises:
-        ValueError: when there is no ladder of this name, or a rung's run has other values than the ladder says.
-    """
-    return P.of_rows(fitted(gather(home, hero_name, metrics), hero_name, "joint")[0])
-
-
 def target(hero: spec.Run, name: str, metrics: Sequence[str], *, rates: bool = False) -> P.Table:
     """What is asked: every metric at every evaluation of the hero."""
     return P.of_rows(asked(hero, name, metrics, rates=rates), "TARGET")
