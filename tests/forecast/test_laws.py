@@ -270,6 +270,9 @@ def test_per_fraction_refuses_what_it_was_not_made_for():
         forecast([r | {"value": r["value"] - 1} for r in points], target, method="per_fraction")
     with pytest.raises(ValueError, match="tail-correction belongs"):
         forecast(points, target, tail_correction=0.1)
+    for value in (float("nan"), float("inf"), -5.0):
+        with pytest.raises(ValueError, match="between -1 and 1"):
+            forecast(points, target, method="per_fraction", tail_correction=value)
     with pytest.raises(ValueError, match="nearest legal joint"):
         forecast(points, target, method="magic")
 

@@ -109,6 +109,16 @@ def test_files_need_their_columns(tmp_path):
     file.write_text(",".join(P.POINTS_COLUMNS) + "\na,b,1\n")
     with pytest.raises(ValueError, match=r"line 2 does not have 11 cells"):
         P.read(file, "POINTS")
+    file.write_text(",".join((*P.POINTS_COLUMNS, "value")) + "\n")
+    with pytest.raises(ValueError, match=r"there twice: value"):
+        P.read(file, "POINTS")
+    file.write_bytes("run,metric".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"points\.csv is no text in UTF-8"):
+        P.read(file, "POINTS")
+    file.write_bytes(bytes(10_000))
+    with pytest.raises(ValueError, match=r"not known: .{1,90};") as raised:
+        P.read(file, "POINTS")
+    assert str(raised.value).isprintable()
 
 
 def test_what_can_be_derived_is():

@@ -90,6 +90,7 @@ def test_mistakes_are_sentences(voyaged, tmp_path, capsys):
         (["her", "--home", home], "no forecast of 'her' is registered", 2),
         (["hero", "--home", home, "--metric", "grad/norm/totl"], "nearest: grad/norm/total", 2),
         (["hero", "--home", home, "--out", str(tmp_path / "a.txt")], "must end in .png, .pdf, .svg", 2),
+        (["hero", "--home", home, "--out", ""], "must end in .png, .pdf, .svg; nearest legal forecast.png", 2),
         (["hero", "--home", home, "--out", str(tmp_path / "none" / "a.png")], "none", 1),
     ):
         with pytest.raises(SystemExit) as end:

@@ -53,6 +53,11 @@ def fit(
         raise ValueError(f"--method {method!r} is none of {', '.join(METHODS)}; nearest legal joint")
     if tail_correction is not None and method != "per_fraction":
         raise ValueError(f"--tail-correction belongs to --method per_fraction, not to {method}")
+    if tail_correction is not None and not abs(tail_correction) < 1:
+        raise ValueError(
+            f"--tail-correction {tail_correction} is added to a loss, and is small: between -1 and 1, e.g. 0.005; leave it out for the"
+            " rule's own mean error"
+        )
     checked = P.check(points, target)
     out: dict[str, list[Any]] = {name: [None] * len(target) for name in (*BANDS, "reason")}
     about: Body = {"method": method, "parameters": {}, "noise": {}, "alarms": []}

@@ -105,12 +105,17 @@ def read(path: Path | str, what: str) -> Table:
         ValueError: for columns that are missing or not known, and for cells that are no numbers.
         OSError: where the file cannot be read.
     """
-    text = Path(path).read_text(encoding="utf-8-sig")
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {path} is no text in UTF-8: {error}; a table is a CSV file") from error
     reader = csv.DictReader(io.StringIO(text))
     want = POINTS_COLUMNS if what == "POINTS" else TARGET_COLUMNS
     have = [name.strip() for name in reader.fieldnames or ()]
     missing = [name for name in want if name not in have]
-    extra = [name for name in have if name not in POINTS_COLUMNS]
+    extra = [repr(name)[1:-1][:80] for name in have if name not in POINTS_COLUMNS]
+    if twice := sorted({name for name in have if have.count(name) > 1} - {""}):
+        raise ValueError(f"{what} {path}: columns that are there twice: {', '.join(twice)[:200]}; keep one of each")
     if missing or extra:
         raise ValueError(
             f"{what} {path}: "

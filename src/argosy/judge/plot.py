@@ -334,7 +334,8 @@ def save(made: Picture, out: Path) -> Path:
 def legal(out: Path) -> Path:
     """The same path, refused before anything is computed where it is no picture's or its folder is not there."""
     if out.suffix.lower() not in FORMATS:
-        raise ValueError(f"--out {out} must end in {', '.join(FORMATS)}; nearest legal {out.with_suffix('.png')}")
+        nearest = out.with_suffix(".png") if out.name else out / "forecast.png"
+        raise ValueError(f"--out {out} must end in {', '.join(FORMATS)}; nearest legal {nearest}")
     if not out.absolute().parent.is_dir():
         raise FileNotFoundError(f"--out {out}: there is no folder {out.absolute().parent}")
     return out

@@ -24,7 +24,7 @@ from argosy.judge import ladders
 from argosy.judge import points as tables
 from argosy.judge.fits import Body, Say, fit_rows
 from argosy.plan import scaling
-from argosy.track import layout, provenance
+from argosy.track import columns, layout, provenance
 from argosy.track import log as logs
 
 FORMAT = 1
@@ -230,6 +230,9 @@ def late(home: Path, name: str, before: Body | None) -> Body | None:
         for attempt in log.attempts:
             own = log.pieces("time", attempt.number)  # none while the first program is compiled
             done += [attempt.at_step, *(int(piece.column.steps[piece.stop - 1]) for piece in own)]
+        if not log.attempts:  # its lineage is lost, the rows are not
+            done += [step for _, rows in log.tails for step, *_ in rows]
+            done += [int(columns.pick(chunk, "time").steps[-1]) for chunk in log.chunks if "time" in chunk.where]
     most = max(done, default=0)
     return {"updates": most} if most else None
 
@@ -360,8 +363,8 @@ def witness(home: Path, name: str, where: str) -> Body:
     if body is None:
         raise ValueError(f"no forecast of {name!r} is registered; argosy forecast register {name}")
     where = where.strip()
-    if not where or len(where) > 2000:
-        raise ValueError("--at WHERE is a URL, a commit, a tag or words, up to 2,000 characters")
+    if not where or len(where) > 2000 or not where.isprintable():
+        raise ValueError("--at WHERE is a URL, a commit, a tag or words in one line, up to 2,000 characters")
     path = folder_of(home, name) / f"{body['number']:04d}.witness.json"
     entry = {"at": where, "noted": stamp(time.time()), "sha256": body["sha256"]}
     layout.write_json(path, {"witnesses": [*witnesses(home, body), entry]})

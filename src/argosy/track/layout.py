@@ -185,7 +185,7 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     text = text[: text.rfind(b"\n") + 1]
     found = []
     for part in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             body = json.loads(part)
             if isinstance(body, dict):
                 found.append(body)

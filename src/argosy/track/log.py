@@ -135,7 +135,7 @@ def run_json(folder: Path) -> dict[str, Any]:
             raise ValueError("it holds no run")
         if not isinstance(body.get("created"), int | float) or not math.isfinite(body["created"]):
             raise ValueError("it does not say when the run was created")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not what was written: {error}; the run's other files are untouched") from error
     return body
 
