@@ -89,7 +89,7 @@ def test_each_metric_that_is_forecast_has_its_kind(home):
 
 def test_the_targets_are_the_heros_evaluations(home):
     hero = pocket.run()
-    table = points.target(hero, "hero", ["grad/norm/total", "train/loss"])
+    table = P.of_rows(points.asked(hero, "hero", ["grad/norm/total", "train/loss"]), "TARGET")
     assert len(table) == 40 and set(table.metric) == {"grad/norm/total", "train/loss"}
     assert table.step[:20].tolist() == points.evaluation_steps(hero)
     points_, run = P.of_rows(points.fitted(points.gather(home, "hero"), "hero", "joint")[0]), logs.read(home / "runs" / "hero")
@@ -151,6 +151,15 @@ def test_rungs_of_another_corpus_and_another_machine(tmp_path):
     gathered = points.gather(tmp_path, "hero")
     assert not any(m.startswith("throughput/") for m in gathered.metrics)
     assert "checksums" in codes(tmp_path)["rungs_differ"]
+
+
+def test_a_metric_that_is_never_a_number_is_left_out_and_the_others_stay(tmp_path):
+    broken = lambda _name, _done, row: {k: math.inf if k == "grad/norm/routed" else v for k, v in row.items()}  # noqa: E731
+    synthetic.voyage(tmp_path, fault=broken)
+    found = points.gather(tmp_path, "hero")
+    assert "grad/norm/routed" not in found.metrics and "grad/norm/shared" in found.metrics
+    assert {row["metric"] for row in found.rows} == set(found.metrics)
+    assert any(a["code"] == "not_finite" and "grad/norm/routed" in a["message"] for a in found.alarms)
 
 
 def test_layers_are_compared_where_depths_agree(tmp_path):

@@ -12,11 +12,9 @@ from rich.text import Text
 from scipy import stats
 
 from argosy import spec
-from argosy.forecast import fit as forecasts
-from argosy.forecast import points as P
 from argosy.judge import findings as F
+from argosy.judge import fits, ladders, points, register
 from argosy.judge import growth as G
-from argosy.judge import ladders, points
 from argosy.judge.findings import CAUTION, GO, LEVELS, NO_GO, Evidence
 from argosy.track import log as logs
 from argosy.track import metrics as known
@@ -227,9 +225,9 @@ def of_hero(gathered: points.Gathered, hero: spec.Run, name: str) -> tuple[dict[
     asked = [n for n in asked if counts[n] >= 3]
     if not asked:
         return {}, out
-    rows = P.of_rows([row for row in gathered.rows if row["metric"] in asked])
+    rows, wanted = ([row for row in part if row["metric"] in asked] for part in points.fitted(gathered, name, "joint"))
     try:
-        body = forecasts.fit(rows, points.target(hero, name, asked))
+        body = fits.fit_rows(rows, wanted, "joint", register.SEED, say=lambda _: None)  # as it is registered
     except ValueError as error:
         return {}, [*out, Evidence(CAUTION, "no fit", name, math.nan, str(error), "ours", 1.0)]
     out += [alarmed(a, name) for a in body["fit"]["alarms"] if headline and a["message"].startswith(headline)]

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +12,6 @@ import numpy as np
 
 from argosy import spec
 from argosy.forecast import alarms
-from argosy.forecast import points as P
 from argosy.judge import ladders
 from argosy.plan import flops, scaling
 from argosy.track import log as logs
@@ -32,6 +32,7 @@ FORECAST = re.compile(
 EVALUATION = re.compile(r"eval_dropless/[^/]+/macro_(loss|bpb)")
 LAYER = re.compile(r"train/router/layer_\d+/")
 SPEED = "throughput/"
+LEAST_POINTS = 3  # finite ones, of a metric that is fitted
 
 Row = dict[str, Any]
 
@@ -185,8 +186,11 @@ def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathe
     rows = [row for _, log, purpose in logged.values() for row in of_run(log, common, purpose, hero.evals.every_frac)]
     broken = [row for row in rows if not math.isfinite(row["value"])]
     told += left + not_finite(broken) + differing(hero, {n: run for n, (run, _, _) in logged.items()}, rungs)
+    rows = [row for row in rows if math.isfinite(row["value"])]
+    left_of = Counter(row["metric"] for row in rows)
+    common = [n for n in common if left_of[n] >= LEAST_POINTS]
     paths = {schedule(run) for run in [hero, *(run for run, _, _ in logged.values())]}
-    return Gathered(hero, rungs, [row for row in rows if math.isfinite(row["value"])], common, told, len(paths) == 1)
+    return Gathered(hero, rungs, [row for row in rows if row["metric"] in set(common)], common, told, len(paths) == 1)
 
 
 def schedule(run: spec.Run) -> tuple[float, float]:
@@ -324,11 +328,6 @@ def differing(hero: spec.Run, runs: dict[str, spec.Run], rungs: Sequence[dict[st
 def short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def target(hero: spec.Run, name: str, metrics: Sequence[str], *, rates: bool = False) -> P.Table:
-    """What is asked: every metric at every evaluation of the hero."""
-    return P.of_rows(asked(hero, name, metrics, rates=rates), "TARGET")
 
 
 def asked(hero: spec.Run, name: str, metrics: Sequence[str], *, rates: bool = False) -> list[Row]:
