@@ -69,6 +69,12 @@ def test_growth_reads_a_known_power_and_its_peak(tmp_path: Path):
     assert G.of_series("x", steps[:9], values[:9], total=4000).late == G.UNKNOWN
 
 
+def test_growth_of_a_run_that_ends_in_nan():
+    steps = np.arange(1, 1001)
+    found = G.of_series("grad/norm/total", steps, np.where(steps > 850, math.nan, 1.0), 1000)
+    assert math.isnan(found.last) and found.peak == 1.0 and found.whole.slope == pytest.approx(0.0)
+
+
 def test_a_run_without_faults_shows_none(tmp_path: Path):
     """Fails when a rule speaks against a synthetic rung in which nothing grows but what should."""
     rung = climbed(tmp_path, "d48")

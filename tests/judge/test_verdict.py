@@ -158,6 +158,14 @@ def test_a_loss_that_is_no_number_is_off(home, hero):
     assert found["metrics"]["train/loss"]["actual"] is None and found["metrics"][HEAD]["verdict"] == "on track"
 
 
+@pytest.mark.parametrize("value", [0.0, -1.3])
+def test_a_loss_that_is_not_positive_is_off(home, hero, value):
+    bad = lambda _, done, row: {k: value if k == HEAD and done > 0.25 else v for k, v in row.items()}  # noqa: E731
+    synthetic.sail(home, "hero", hero, 0.5, fault=bad)
+    found = verdict.judge(home, "hero")
+    assert found["verdict"] == "off" and found["why"].startswith(f"{HEAD} is not a positive number since update 308")
+
+
 def test_one_bad_set_makes_a_run_behind_and_is_named(home, hero):
     bad = lambda _, done, row: {k: v * (1.6 if "topics" in k and done > 0.3 else 1) for k, v in row.items()}  # noqa: E731
     synthetic.sail(home, "hero", hero, 0.6, fault=bad)

@@ -97,7 +97,7 @@ def of_series(metric: str, steps: np.ndarray, values: np.ndarray, total: int, wa
         trend(steps[late], values[late]),
         float(means[top]),
         float(steps[parts[top]].mean() / total),
-        float(values[good & (steps > 0.9 * done)].mean()),
+        float(values[end].mean()) if (end := good & (steps > 0.9 * done)).any() else math.nan,
     )
 
 

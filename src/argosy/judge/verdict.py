@@ -3,7 +3,7 @@
 `forecast.follow` reads each metric; here is what is compared with what. The newest forecast alone counts. Evaluations are as logged,
 metrics of every update the mean since the evaluation before, over as large a share of the run as in the ladder. The first `EARLIEST`
 of a run is not judged: rungs are fitted without theirs. The run's word is its headline evaluation's, with two exceptions: a loss that
-is not finite is `off`, and where the mean of the sets is well while one of them is `off`, the run is `behind`.
+is no positive number is `off`, and where the mean of the sets is well while one of them is `off`, the run is `behind`.
 """
 
 import math
@@ -157,9 +157,11 @@ def of_metric(body: Body, metric: str, measured: dict[int, float], total: int) -
     reading = follow.read(known_, followed, better(metric))
     since = None if reading.since is None else usable[reading.since]
     word, why = reading.word, reading.why
-    if not math.isfinite(measured[steps[-1]]):
-        good = max([s for s in steps if math.isfinite(measured[s])], default=0)
-        word, why, since = "off", "not finite", min(s for s in steps if s > good)
+    least = 0.0 if P.kind(metric) == "loss" else -math.inf  # a loss of 0 or below is no measurement either
+    sound = [s for s in steps if math.isfinite(measured[s]) and measured[s] > least]
+    if not sound or sound[-1] < steps[-1]:
+        why = "not positive" if math.isfinite(measured[steps[-1]]) else "not finite"
+        word, since = "off", min(s for s in steps if not sound or s > sound[-1])
     at = follow.at(np.array([steps[-1] / total]), known_.progress)[0]
     mean, low, high = (math.exp(float(at @ column)) - known_.zero for column in (known_.mean, known_.low, known_.high))
     entry: Body = {"verdict": word, "since_step": since, "why": why, "step": steps[-1], "actual": plain(measured[steps[-1]])}
@@ -249,8 +251,8 @@ def said(found: Body, body: Body, changed: int | None) -> Body:
     one = metrics.get(head)
     for metric in sorted(metrics, key=known.rank):
         entry = metrics[metric]
-        if entry["why"] == "not finite" and P.kind(metric) == "loss":
-            why = f"{metric} is not a finite number since update {entry['since_step']:,}"
+        if entry["why"] in ("not finite", "not positive") and P.kind(metric) == "loss":
+            why = f"{metric} is not a {entry['why'].removeprefix('not ')} number since update {entry['since_step']:,}"
             return {"verdict": "off", "why": why, "since_step": entry["since_step"]}
     if one is None:
         rows = registered_rows(body, head)
