@@ -575,6 +575,8 @@ def judge(name: Name, /, home: Path = HOME, json: Json = False) -> None:
 
     found = verdict.judge(home, name)
     emit(found) if json else verdict.show(found, console())
+    if "page" in found:
+        print(f"argosy: the page of {name} still shows the verdict before: its file is {found['page']}", file=sys.stderr)
     if found["verdict"] == "off":
         sys.exit(3)
 

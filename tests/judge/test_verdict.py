@@ -1,6 +1,7 @@
 """A run against its registered forecast, from a store with a known law: fails when a calm run is called anything else, when an excess, a
 value that is no number or one bad set goes unseen, when what differs is compared all the same, or when page and words disagree."""
 
+import errno
 import json
 import math
 import re
@@ -143,6 +144,19 @@ def test_an_excess_that_stays_is_seen_and_the_command_says_so(home, hero, capsys
     said = " ".join(capsys.readouterr().out.split())
     assert left.value.code == 3
     assert f"since update {ends[0]:,}" in said and "by its own curve the run ends at" in said
+
+
+def test_a_disk_that_is_full_leaves_the_verdict(home, hero, capsys, monkeypatch):
+    synthetic.sail(home, "hero", hero, 0.8, excess=(0.4, 0.25))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(verdict.layout, "write_json", full)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["forecast", "judge", "hero", "--home", str(home), "--json"])
+    told = capsys.readouterr()
+    assert end.value.code == 3 and json.loads(told.out)["verdict"] == "off" and "No space left" in told.err
 
 
 def test_a_run_that_is_better_is_ahead(home, hero):

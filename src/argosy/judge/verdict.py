@@ -70,9 +70,11 @@ def judge(home: Path, name: str) -> Body:
     90% band, in halves of it; negative below, 0 inside), `shift` (a lasting one, as a share, or None) and `residual`, `[step, actual / mean - 1]`.
     `end`: of the headline, `registered` and `updated` by the run's own curve. `differences`: why it is not comparable.
 
+    `page` says so where its file could not be written.
+
     Raises:
         ValueError: when nothing is registered, or a file is damaged.
-        OSError: when the page's file cannot be written.
+        OSError: when a file cannot be read.
     """
     bodies = register.all_of(home, name)
     if not bodies:
@@ -97,7 +99,10 @@ def judge(home: Path, name: str) -> Body:
         if found["headline"] in updated:
             found["end"]["updated"] = judged[found["headline"]].end
     found = layout.finite(found | said(found, body, changed if found["differences"] else None))
-    write_page(home, name, found, updated, body)
+    try:
+        write_page(home, name, found, updated, body)
+    except OSError as error:  # the verdict is worth more than its picture
+        found["page"] = f"not written: {error.strerror or error}"
     return found
 
 
