@@ -521,7 +521,7 @@ def _check_phases(phases: Sequence[Phase]) -> None:
 
 def nearest(asked: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names closest to what was asked, closest first."""
-    known = list(known)
+    known = list(dict.fromkeys(known))
     return difflib.get_close_matches(asked, known, n=count, cutoff=0.0)
 
 

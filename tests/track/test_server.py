@@ -187,6 +187,10 @@ def test_a_forecast_is_told_and_its_changes_are_pushed(home):
             status, told = ask(address, "api/run/pocket/forecast")
             assert status == 400 and "forecasts/pocket/page.json is not what was written" in told["error"], text
             assert ask(address, "api/runs")[0] == ask(address, "api/run/pocket")[0] == 200
+        path.unlink()
+        path.mkdir()
+        status, told = ask(address, "api/run/pocket/forecast")
+        assert status == 400 and "page.json cannot be read: Is a directory" in told["error"]
 
 
 def test_a_ladder_is_told_under_its_hero(home):

@@ -67,6 +67,8 @@ def loaded(path: Path, parts: dict[str, type], remedy: str) -> Body:
         return {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not what was written: {error}; {remedy}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     for part, kind in parts.items():
         if not isinstance(body, dict) or not isinstance(body.get(part), kind):
             raise ValueError(f"{path} is not what was written: it holds no {part}; {remedy}")
@@ -79,7 +81,9 @@ def ladder_file(home: Path, name: str) -> Body:
     Raises:
         ValueError: when the file is damaged, naming it.
     """
-    body = loaded(ladder_path(home, name), {"hero": dict, "rungs": list}, "argosy ladder writes it again")
+    body = loaded(
+        ladder_path(home, name), {"hero": dict, "rungs": list}, f"move it away, and argosy ladder {name} --run writes it again"
+    )
     for rung in body.get("rungs", []):
         if not isinstance(rung, dict) or not isinstance(rung.get("name"), str) or not isinstance(rung.get("run"), dict):
             raise ValueError(f"{ladder_path(home, name)} is not what was written: a rung has no name or no run")
