@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ from argosy.forecast import fit, follow, joint
 from argosy.forecast import points as P
 
 EXCESS, WITHIN, BEGINS, JUDGED = 0.005, 0.05, (0.10, 0.90), 0.045
-OFF, SEEN, EVER = 0.05, 0.90, 0.15
+OFF, SEEN = 0.05, 0.90
+ONSETS = (0.1, 0.2, 0.3, 0.5, 0.91)
 CADENCES = {"0.77%": 3000 / 390_251, "5%": 0.05}
 LAWS = ("own", "rough", "rungs", "envelope", "mixed", "cosine")
 WANDERS = 0.0016
@@ -52,6 +54,7 @@ class Counts(NamedTuple):
     seen: float
     fresh: float  # seen, of the curves that were not behind already
     delays: np.ndarray  # shares of the run; infinite where never
+    onsets: np.ndarray  # where each excess begins, and whether it was seen [curves, 2]
 
 
 def registered(body: dict, total: float) -> follow.Registered:
@@ -140,7 +143,7 @@ def words(sample: Sample, value: np.ndarray, begin: int = 1, end: int | None = N
 
 def measure(samples: list[Sample], rng: np.random.Generator, say) -> Counts:
     """What undisturbed curves read, and when an excess that begins at a random evaluation is seen."""
-    ever, seen, fresh, delays = [], [], [], []
+    ever, seen, fresh, delays, onsets = [], [], [], [], []
     for k, sample in enumerate(samples):
         say(f"{k + 1} of {len(samples)} curves")
         calm = words(sample, sample.value)
@@ -154,10 +157,11 @@ def measure(samples: list[Sample], rng: np.random.Generator, say) -> Counts:
         delay = g[at + hits[0]] - g[at] if hits else np.inf
         already = calm[at - 1] in ("behind", "off")
         seen.append(delay <= WITHIN + 1e-9)
+        onsets.append([g[at], seen[-1]])
         if not already:
             fresh.append(delay <= WITHIN + 1e-9)
             delays.append(delay)
-    return Counts(*np.mean(ever, axis=0), float(np.mean(seen)), float(np.mean(fresh)), np.array(delays))
+    return Counts(*np.mean(ever, axis=0), float(np.mean(seen)), float(np.mean(fresh)), np.array(delays), np.array(onsets))
 
 
 def real() -> str:
@@ -218,7 +222,7 @@ def main() -> int:
         "90th",
     ):
         table.add_column(name, justify="left" if name in ("cadence", "law") else "right")
-    missed = []
+    missed, told = [], []
     for cadence in asked.cadences:
         rows = []
         each = -(-asked.count // len(asked.laws))
@@ -231,7 +235,9 @@ def main() -> int:
         whole = Counts(
             *(float(np.mean([getattr(c, f) for _, c in rows])) for f in Counts._fields[:5]),
             np.concatenate([c.delays for _, c in rows]),
+            np.concatenate([c.onsets for _, c in rows]),
         )
+        told.append(f"{cadence}: seen within {WITHIN:.0%} by onset: {by_onset(whole.onsets)}")
         table.add_row(cadence, "all", str(each * len(rows)), *cells(whole), style="bold", end_section=True)
         if whole.off > OFF:
             missed.append(f"{cadence}: {whole.off:.1%} of undisturbed curves are off, at most {OFF:.0%}")
@@ -239,11 +245,21 @@ def main() -> int:
             missed.append(f"{cadence}: {whole.seen:.1%} of excesses are seen within {WITHIN:.0%}, at least {SEEN:.0%}")
     print(file=sys.stderr)
     out.print(table)
-    out.print(real())
+    for line in (*told, real()):
+        out.print(line)
     for line in missed:
         out.print(f"MISSED {line}")
     out.print(f"{time.perf_counter() - began:.0f} s")
     return 1 if missed else 0
+
+
+def by_onset(onsets: np.ndarray) -> str:
+    """The share of excesses that is seen, and their number, by where they begin."""
+    parts = []
+    for low, high in pairwise(ONSETS):
+        inside = onsets[(onsets[:, 0] >= low) & (onsets[:, 0] < high), 1]
+        parts.append(f"{low:.0%} to {high:.0%} {f'{inside.mean():.0%}' if inside.size else 'none'} of {inside.size}")
+    return ", ".join(parts)
 
 
 def cells(c: Counts) -> list[str]:

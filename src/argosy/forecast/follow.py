@@ -7,11 +7,11 @@ One metric, in y = log(value + zero). Before the run
 m is the registered mean, u has the registered covariance (law, luck, distance), d is a slow error of the law that no registered
 row knows of, a step begins at one evaluation and stays. Given its weights the noise is normal, so that everything is one
 Gaussian conditioning; the weight of an evaluation falls with its distance from its neighbours, so that one bad evaluation moves
-nothing and two that agree do. Between registered rows mean and covariance are linear in the logarithm of progress.
+nothing, and several that agree for `LASTS` of the run do. Between registered rows mean and covariance are linear in the logarithm of progress.
 
-Whether there is a step is asked of its Bayes factor against none, averaged over where it may begin (every evaluation of the run
-alike) and how large it is. With the model true, the chance that it ever in a run passes 1/p is at most p (Ville's inequality;
-Shiryaev and Roberts' statistic): that is what `CERTAIN` and `SURE` mean.
+Whether there is a step is asked of the likelihood ratio of one that is worth telling, `SIZE`, up or down, against none, the largest
+over where it may begin: Page's test (cumulative sum, 1954) under the model above. A step of half that size leaves it at 1 on average.
+TRADEOFF
 """
 
 import math
@@ -24,11 +24,13 @@ FREEDOM = 4.0  # of the noise's Student t, as in `joint`
 # left out (d1536 from two, d2048 from three): 0.22%, 0.94 e-folds. Their 36 rows say little: none is 1.3 units of log likelihood
 # worse, 0.4% is 0.6 worse. A wide forecast has more, a sharp one never more than its own spread.
 DRIFT, DRIFT_LENGTH, DRIFT_SHARE = 0.0023, 1.0, 0.25
-NEIGHBOURS = 2  # on each side, against whose median an evaluation is weighed
-SIZE = 0.3  # spread of a step over half the 90% band
-CERTAIN, SURE = 1 / 0.2, 1 / 0.001  # Bayes factors of a step that is told, and of one that ends the run
-AFTER, AFTER_SURE = 3, 3  # evaluations that a step must have lasted
+NEIGHBOURS = 2  # on each side, or as many as lie within `LASTS`, against whose median an evaluation is weighed
+SIZE, LOUD = 0.005, 2.5  # of a step worth telling, in log: the larger of this and so many scales of the noise
+TOLD, SURE = 25.0, 1e5  # likelihood ratios of a step that is told, and of one that may be off
+AFTER, LASTS = 3, 0.038  # evaluations, and share of the run, that a step must have lasted
+EARLY = 2.0  # no step begins before the run is so many times as far as the first forecast row: until then it is the level
 STEPS = 4  # most steps in one curve
+FRESH = 0.1  # of the run for which a step to the worse is told by itself, wherever the sum of all is
 REAL = 2.0  # standard deviations that the sum of all steps must be away from 0
 MOST, NEWEST = 256, 64  # evaluations that are looked at; of those before the newest, evenly many
 NORMAL50, NORMAL90 = 0.6744897501960817, 1.6448536269514722
@@ -50,12 +52,13 @@ class Registered(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A lasting shift of level: which evaluation it begins with, how much in log now, its standard deviation, its Bayes factor."""
+    """A lasting shift of level: which evaluation it begins with, how much in log, its standard deviation, its likelihood ratio."""
 
     begins: int
     size: float
     spread: float
     odds: float
+    age: float  # share of the run since it began
 
 
 class Followed(NamedTuple):
@@ -111,20 +114,19 @@ def scale_of(known: Registered, residual: np.ndarray) -> float:
     return math.sqrt((FIRST_GUESS * scale**2 + count * own**2) / (FIRST_GUESS + count))
 
 
-def weights(residual: np.ndarray, scale: float) -> np.ndarray:
+def weights(residual: np.ndarray, scale: float, neighbours: int = NEIGHBOURS) -> np.ndarray:
     """What each evaluation counts for: 1 near the median of its neighbours and itself, falling with the square of the distance."""
-    padded = np.pad(residual, NEIGHBOURS, constant_values=math.nan)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
+    padded = np.pad(residual, neighbours, constant_values=math.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * neighbours + 1)
     apart = (residual - np.nanmedian(windows, axis=1)) / scale
     return np.minimum(1.0, (FREEDOM + 1) / (FREEDOM + apart**2))
 
 
-def evidence(inverse: np.ndarray, residual: np.ndarray, spread: float) -> np.ndarray:
-    """log Bayes factor of a step of this spread that begins with each evaluation, against none; `inverse` is of the covariance."""
+def evidence(inverse: np.ndarray, residual: np.ndarray, size: float) -> np.ndarray:
+    """log likelihood ratio of a step of this size, up or down, that begins with each evaluation, against none; `inverse` of the covariance."""
     pull = np.cumsum((inverse @ residual)[::-1])[::-1]
     tail = np.cumsum(np.cumsum(inverse[::-1, ::-1], axis=0), axis=1)
-    strength = np.diag(tail)[::-1]
-    return pull**2 / (strength + spread**-2) / 2 - np.log1p(spread**2 * strength) / 2
+    return size * np.abs(pull) - size**2 * np.diag(tail)[::-1] / 2
 
 
 def thinned(count: int) -> np.ndarray:
@@ -153,7 +155,8 @@ def follow(known: Registered, progress: np.ndarray, value: np.ndarray) -> Follow
     high, low = place @ known.high - place @ known.mean, place @ known.mean - place @ known.low
     widths = np.maximum(residual - high, 0) / high - np.maximum(-residual - low, 0) / low
     scale = scale_of(known, residual)
-    weight = weights(residual, scale) if len(y) else np.zeros(0)
+    near = round(LASTS / float(np.median(np.diff(progress)))) if len(y) > 1 else 0
+    weight = weights(residual, scale, max(NEIGHBOURS, near)) if len(y) else np.zeros(0)
     slow = drift_spread(known)
 
     seen = thinned(len(y))
@@ -162,9 +165,8 @@ def follow(known: Registered, progress: np.ndarray, value: np.ndarray) -> Follow
     base = reads @ known.covariance @ reads.T + drift(g, g, slow) + np.diag(scale**2 / weight[seen])
     cross = reads_rows @ known.covariance @ reads.T + drift(known.progress, g, slow)
     own = np.einsum("nk,kl,nl->n", reads_rows, known.covariance, reads_rows) + slow**2
-    size = max(SIZE * float(np.mean((known.high - known.low) / 2)), 3 * scale)
-    expected = len(r) / max(float(g[-1] - g[0] + (g[-1] - g[0]) / max(len(g) - 1, 1)), 1e-9) if len(r) > 1 else 1.0
-    begins, odds, sizes = search(base, r, size, max(expected, len(r)))
+    may = (g >= EARLY * known.progress[0]) & (g <= g[-1:] - LASTS) & (np.arange(len(g)) <= len(g) - AFTER)
+    begins, odds, sizes = search(base, r, max(SIZE, LOUD * scale), may, g)
     stairs = (np.arange(len(r))[:, None] >= np.array(begins, int)) * sizes  # [T, steps]
     later = (known.progress[:, None] >= g[np.array(begins, int)]) * sizes if begins else np.zeros((len(own), 0))
     inverse = np.linalg.inv(base + stairs @ stairs.T)
@@ -174,7 +176,7 @@ def follow(known: Registered, progress: np.ndarray, value: np.ndarray) -> Follow
     heights = sizes * (stairs.T @ inverse @ r)
     joint = np.diag(sizes**2) - np.outer(sizes, sizes) * (stairs.T @ inverse @ stairs)
     steps = tuple(
-        Step(int(seen[b]), float(h), math.sqrt(max(float(v), 0)), o)
+        Step(int(seen[b]), float(h), math.sqrt(max(float(v), 0)), o, float(g[-1] - g[b]))
         for b, h, v, o in zip(begins, heights, np.diag(joint), odds, strict=True)
     )
     innovation = np.full(len(y), math.nan)
@@ -184,25 +186,25 @@ def follow(known: Registered, progress: np.ndarray, value: np.ndarray) -> Follow
     return Followed(residual, widths, innovation, weight, steps, float(heights.sum()), total, mean, spread, known.noise)
 
 
-def search(base: np.ndarray, residual: np.ndarray, size: float, expected: float) -> tuple[list[int], list[float], np.ndarray]:
-    """Where steps begin, in order of time, their Bayes factors and prior spreads: the likeliest first, then one beside it, and so on."""
+def search(
+    base: np.ndarray, residual: np.ndarray, size: float, may: np.ndarray, progress: np.ndarray
+) -> tuple[list[int], list[float], np.ndarray]:
+    """Where steps begin, in order of time, their likelihood ratios and prior spreads: the likeliest first, then one beside it, and so on."""
     begins: list[int] = []
     odds: list[float] = []
     sizes: list[float] = []
     k = base.copy()
-    while len(begins) < STEPS and len(residual) > AFTER:
+    while len(begins) < STEPS and may.any():
         inverse = np.linalg.inv(k)
-        found = evidence(inverse, residual, size)
-        found[[0, *begins]] = -np.inf  # from the first on is no step
-        found[len(residual) - AFTER + 1 :] = -np.inf
-        factor = float(np.exp(np.minimum(found, 600)).sum()) / expected
-        if factor < CERTAIN:
-            break
+        found = np.where(may, evidence(inverse, residual, size), -np.inf)
         best = int(found.argmax())
+        if found[best] < math.log(TOLD):
+            break
         stair = (np.arange(len(residual)) >= best).astype(float)
         height = abs(float(stair @ inverse @ residual) / float(stair @ inverse @ stair))
         begins.append(best)
-        odds.append(factor)
+        may = may & (np.abs(progress - progress[best]) >= LASTS)
+        odds.append(math.exp(min(found[best], 600.0)))
         sizes.append(max(size, height))  # a large one is believed
         k += sizes[-1] ** 2 * np.outer(stair, stair)
     order = np.argsort(begins)
@@ -224,11 +226,12 @@ def checked(known: Registered, progress: np.ndarray, value: np.ndarray) -> None:
 
 
 class Reading(NamedTuple):
-    """A verdict on one curve: the word, which evaluation it holds since (None where it always did), and why."""
+    """A verdict on one curve: the word, which evaluation it holds since (None where it always did), why, and by what lasting shift in log."""
 
     word: str
     since: int | None
     why: str  # band, shift or "" where on track
+    shift: float = 0.0
 
 
 def read(known: Registered, found: Followed, better: int) -> Reading:
@@ -251,16 +254,21 @@ def read(known: Registered, found: Followed, better: int) -> Reading:
     if not better:
         return readings[0] if readings else Reading("on track", None, "")
     begins = began(found.steps) if real else None
-    if begins is not None and size > half and max(s.odds for s in found.steps) > SURE and len(beyond) - begins >= AFTER_SURE:
-        readings.append(Reading("off", begins, "shift"))
+    if begins is not None and size > half and max(s.odds for s in found.steps) > SURE:
+        readings.append(Reading("off", begins, "shift", found.shift))
     if (since := lasting(beyond > 0)) is not None:
         readings.append(Reading("behind", since, "band"))
     if begins is not None and size > 0:
-        readings.append(Reading("behind", begins, "shift"))
+        readings.append(Reading("behind", begins, "shift", found.shift))
+    newest = found.steps[-1] if found.steps else None
+    if (
+        newest and newest.age <= FRESH and better * newest.size > REAL * newest.spread
+    ):  # what an earlier step the other way hides
+        readings.append(Reading("behind", newest.begins, "shift", newest.size))
     if (since := lasting(beyond < 0)) is not None:
         readings.append(Reading("ahead", since, "band"))
     if begins is not None and size < 0:
-        readings.append(Reading("ahead", begins, "shift"))
+        readings.append(Reading("ahead", begins, "shift", found.shift))
     return readings[0] if readings else Reading("on track", None, "")
 
 

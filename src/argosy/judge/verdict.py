@@ -173,7 +173,7 @@ def of_metric(body: Body, metric: str, measured: dict[int, float], total: int) -
     entry |= {"mean": mean, "lo90": max(low, 0.0), "hi90": high}
     newest = bool(usable) and usable[-1] == steps[-1]
     entry["widths_out"] = round(float(followed.widths[-1]), 4) if newest else None
-    entry["shift"] = math.expm1(followed.shift) if followed.steps else None
+    entry["shift"] = math.expm1(reading.shift or followed.shift) if followed.steps else None
     centre = np.exp(follow.at(np.array(usable, float) / total, known_.progress) @ known_.mean) - known_.zero
     entry["residual"] = [
         [s, float(f"{measured[s] / m - 1:.5g}")] for s, m in zip(usable, centre.tolist(), strict=True) if m > 0
