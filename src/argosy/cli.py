@@ -662,6 +662,29 @@ def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = HOM
 
 
 @app.command
+def note(run: Name, text: Name, /, at: int | None = None, home: Path = HOME, json: Json = False) -> None:
+    """Note in a run's lineage what was changed by hand: from then on its forecast asks for a bridge.
+
+    Args:
+        run: The run's name or folder; it may be live.
+        text: What was changed, e.g. "decay of the gates from 0 to 0.02".
+        at: From which finished update on; the run's newest by default.
+        home: Where runs and corpora live (or ARGOSY_HOME).
+        json: Print JSON alone.
+    """
+    from argosy.track import log, store
+
+    if not text.strip():
+        raise ValueError("argosy note needs words: what was changed, e.g. 'mixture: more code'")
+    read = log.read(run, home)
+    newest = read.last("time")
+    step = (newest[0] if newest else 0) if at is None else at
+    store.note(read.folder, "change", step, what=text.strip())
+    said = {"run": read.name, "step": step, "what": text.strip()}
+    emit(said) if json else print(f"noted in {read.name}, from update {step:,} on: {text.strip()}")
+
+
+@app.command
 def diff(a: Name, b: Name, /, home: Path = HOME, json: Json = False) -> None:
     """What differs between two runs: configuration, code, data.
 
@@ -845,6 +868,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "runs",
         "show",
         "diff",
+        "note",
         "sample",
         "sweep",
         "compare",

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from argosy import track
+from argosy import cli, track
 from argosy.track import columns, layout, log, store
 
 RUN = {"recipe": "pocket", "seed": 0, "data": {"seq_len": 256, "batch_seqs": 8}}
@@ -403,3 +403,17 @@ def test_track_starts_without_jax():
     """Fails when reading a run in a notebook pulls in JAX."""
     done = "import sys, argosy.track, argosy.track.store, argosy.track.provenance; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", done], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_change_is_noted_from_outside_the_writer(folder, tmp_path, capsys):
+    """Fails when a note disturbs the writer, is lost, or is taken of a run that has not begun."""
+    with pytest.raises(ValueError, match="has not begun"):
+        store.note(folder, "change", 0, what="x")
+    with store.open_writer(folder, 0) as writer:
+        writer.record(7, {"train/loss": 2.0})
+        cli.main(["note", str(folder), "decay of gates", "--home", str(tmp_path)])
+        cli.main(["note", str(folder), "earlier", "--at", "3", "--home", str(tmp_path), "--json"])
+        writer.record(8, {"train/loss": 1.9})
+    assert "from update 7 on: decay of gates" in capsys.readouterr().out
+    noted = [(r["step"], r["attempt"], r["fields"]) for r in store.read(folder).lineage if r["kind"] == "change"]
+    assert noted == [(7, 1, {"what": "decay of gates"}), (3, 1, {"what": "earlier"})]

@@ -182,6 +182,28 @@ def _merge_chunks(folder: Path) -> None:
             _remove(path)
 
 
+def note(folder: Path, kind: str, step: SupportsIndex, **fields: Any) -> None:
+    """Add a record to a run's lineage from outside its writer, live or not; it belongs to the newest attempt.
+
+    Raises:
+        ValueError: when the run has not begun, or for a step below 0.
+        OSError: when the disk refuses.
+    """
+    begun = [r["attempt"] for r in read_records(folder / "lineage.jsonl")[0] if r["kind"] == "attempt"]
+    if not begun:
+        raise ValueError(
+            f"run {folder.name!r} has not begun, so nothing of it has changed; start it with the values that it is to have"
+        )
+    if operator.index(step) < 0:
+        raise ValueError(f"step {step} counts finished updates; nearest legal 0")
+    handle = open_lines(folder / "lineage.jsonl")
+    try:
+        _note(handle, kind, step, max(begun), fields)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _note(handle: int, kind: str, step: SupportsIndex, attempt: int, fields: dict[str, Any]) -> None:
     body = {"kind": kind, "step": operator.index(step), "attempt": attempt, "time": time.time(), "fields": fields}
     append(handle, line(body))
