@@ -104,15 +104,18 @@ def test_verify_holds_and_finds_a_changed_digit(made, tmp_path):
     found = verify.verify(digit)
     assert not found["ok"] and not found["hash"] and found["numbers"]
     mean = [r["mean"] for r in body["forecast"]["rows"] if r["metric"] == HEADLINE][12]
-    number = changed(path, f'"mean": {mean!r}', f'"mean": {mean * (1 + 1e-5)!r}', rehash=True)
+    number = changed(path, f'"mean": {mean!r}', f'"mean": {mean * (1 + 1e-2)!r}', rehash=True)
     told = body["forecast"]["fit"]["alarms"]
     number = changed(number.rename(tmp_path / "number.json"), f'"alarms": {json.dumps(told)}', '"alarms": []', rehash=True)
     found = verify.verify(number)
     assert found["hash"] and not found["numbers"] and not found["ok"]
-    assert [d["what"] for d in found["differs"]] == ["mean"] and found["differs"][0]["registered"] == mean * (1 + 1e-5)
+    assert [d["what"] for d in found["differs"]] == ["mean"] and found["differs"][0]["registered"] == mean * (1 + 1e-2)
     row = next(r for r in body["forecast"]["rows"] if r["mean"] == mean)
-    far = mean * 1e-5 / ((row["hi90"] - row["lo90"]) / 2)
+    far = mean * 1e-2 / ((row["hi90"] - row["lo90"]) / 2)
     assert f"{far:.2g} of half a 90% band" in found["problems"][1] and told[0]["code"] in found["problems"][0]
+    close = changed(path, f'"mean": {mean!r}', f'"mean": {mean * (1 + 1e-5)!r}', rehash=True)
+    found = verify.verify(close)
+    assert found["ok"] and not found["exact"] and "no more than that is vouched for" in found["note"]
     hero = changed(path, '"batch_seqs": 8', '"batch_seqs": 16', rehash=True)
     assert any("identity" in p for p in verify.consistent(register.load(hero)))
 

@@ -170,6 +170,8 @@ def show_verified(found: Body, out: Console) -> None:
 
 
 def numbers(found: Body) -> str:
+    if found["note"]:
+        return found["note"].removeprefix("numbers: ")
     return f"{found['rows']} rows refitted from the data inside, to {found['tolerance']:g} of each value"
 
 
