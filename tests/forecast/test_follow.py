@@ -138,6 +138,34 @@ def test_what_came_back_is_no_shift_any_more():
     assert follow.read(known, found, 1).word == "on track"
 
 
+def test_a_rise_is_told_though_an_earlier_fall_hides_it_and_then_only_while_it_is_fresh():
+    """-1% from 40% of the run and +1% from 60%: the sum is nothing, the rise is told for a tenth of the run; a fall is not."""
+    known = registered(rows=120)
+    value = curve(known, np.random.default_rng(8), common=0.0)
+    first, then = (int(np.searchsorted(known.progress, p)) for p in (0.4, 0.6))
+    for sign, word in ((-1, "behind"), (1, "on track")):
+        moved = value * np.where((np.arange(120) >= first) & (np.arange(120) < then), np.exp(0.01 * sign), 1.0)
+        found = follow.follow(known, known.progress[: then + 7], moved[: then + 7])
+        reading = follow.read(known, found, 1)
+        assert abs(found.shift) < 0.003 and reading.word == word
+        if word == "behind":
+            assert abs(reading.since - then) <= 1 and abs(reading.shift - 0.01) < 0.003
+        late = then + math.ceil(0.11 / (known.progress[1] - known.progress[0]))
+        assert follow.read(known, follow.follow(known, known.progress[:late], moved[:late]), 1).word == "on track"
+
+
+def test_what_a_run_does_first_is_its_level_and_a_step_is_told_once_it_lasted():
+    known = registered(rows=120)
+    value = curve(known, np.random.default_rng(9), common=0.0)
+    early = value * np.where(np.arange(120) >= 4, np.exp(0.008), 1.0)  # from 8% of the run on; the first row is at 5%
+    assert follow.follow(known, known.progress[:40], early[:40]).steps == ()
+    value[50:] *= np.exp(0.008)
+    told = [follow.read(known, follow.follow(known, known.progress[:n], value[:n]), 1).word for n in range(51, 58)]
+    lasted = known.progress[50:57] - known.progress[48]  # its first may be placed two too early
+    assert all(word == "on track" for word, share in zip(told, lasted, strict=True) if share < 0.038)
+    assert told[-2:] == ["behind", "behind"]
+
+
 def test_units_do_not_matter():
     known = registered()
     value = curve(known, np.random.default_rng(5))[:20]
