@@ -125,7 +125,7 @@ def test_the_command_saves_climbs_and_says_how_far_it_is(tmp_path, monkeypatch, 
 
 def test_finished_rungs_open_nothing(tmp_path, monkeypatch):
     """Fails when a finished ladder opens its corpus or begins a run."""
-    monkeypatch.setattr(voyage, "complete", lambda run, host: True)
+    monkeypatch.setattr(voyage, "complete", lambda run, host, score: True)
     monkeypatch.setattr(voyage, "train", lambda *_, **__: pytest.fail("trained"))
     assert voyage.climb("pocket", pocket.rungs(), spec.Host(home=tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -136,7 +136,7 @@ def test_a_stop_ends_the_climb_even_at_a_rungs_last_update(tmp_path, monkeypatch
     """Fails when a signal that comes too late to stop a rung does not stop the ladder, or the order is not by cost."""
     trained = []
 
-    def train(run, host, *, show, stopping):
+    def train(run, host, *, score, show, stopping):
         trained.append(host.name)
         with show(run, 0):
             pass

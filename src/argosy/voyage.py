@@ -90,9 +90,8 @@ def foretold(run: spec.Run, host: spec.Host, rungs: Sequence[Rung], out: Console
         )
     if register.newest(host.home, host.name) is None:
         _, body = register.register(host.home, host.name, run, say=progress.say)
-        out.print(
-            f"\n[bold]Forecast registered[/bold], to be published now, before there are results:\n  {register.line(body)}\n"
-        )
+        out.print("\n[bold]Forecast registered[/bold], to be published now, before there are results:")
+        out.print(f"  {register.line(body)}\n", soft_wrap=True)
     return True
 
 
@@ -226,12 +225,13 @@ def train(
     stop_after: int | None = None,
     *,
     stop_on: str = "nothing",
+    score: bool = True,
     show: progress.Show = progress.of_run,
     stopping: list[str] | None = None,
 ) -> int:
     """Train a run whose folder exists, from its last checkpoint; everything that happens goes into its log.
 
-    Returns how many updates are finished. Every evaluation is held against the registered forecast, if there is one;
+    Returns how many updates are finished. `score` is whether a finished run is scored on all held-out text. Every evaluation is held against the registered forecast, if there is one;
     `stop_on="off"` ends the training when that verdict is `off`. `show` shows them; `stopping` is filled with what asked for the end, if anything
     did. With several processes all call this alike; process 0 alone writes.
 
@@ -267,7 +267,7 @@ def train(
             stopping=stopping,
         )
         done = int(state.step)
-        if processes.on_first(lambda: done == spec.steps(run) and not scored_whole(host)):
+        if score and processes.on_first(lambda: done == spec.steps(run) and not scored_whole(host)):
             if writer:
                 print("scoring all held-out text", file=sys.stderr, flush=True)
             record(done, evaluate(state, whole=True))
@@ -285,20 +285,21 @@ def climb(hero_name: str, rungs: Sequence[Rung], host: spec.Host) -> bool:
         ValueError: when any rung cannot be trained here, or exists with other values.
     """
     runs = [(ladders.run_name(hero_name, rung.name), rung.run) for rung in rungs]
-    return in_turn(sorted(runs, key=lambda named: flops.train(named[1], readout=True)), host, "ladder", "rung")
+    return in_turn(sorted(runs, key=lambda named: flops.train(named[1], readout=True)), host, "ladder", "rung", score=False)
 
 
-def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host, whole: str, one: str) -> bool:
+def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host, whole: str, one: str, *, score: bool = True) -> bool:
     """Train several runs one after another in this process, by name under the host's home, each from where it stopped.
 
     Returns whether all are finished: not after a signal to stop, which leaves a checkpoint; the same call goes on with it.
     Finished runs are left alone, and when all are, nothing is opened. `whole` and `one` are what the runs are called on
-    standard error, which shows how far all of them are, in FLOPs.
+    standard error, which shows how far all of them are, in FLOPs. `score` is whether each ends with a score of all held-out
+    text: forecasts use the registered part alone.
 
     Raises:
         ValueError: when any of the runs cannot be trained or exists with other values; before the first is trained.
     """
-    left = {name: run for name, run in runs if not complete(run, replace(host, name=name))}
+    left = {name: run for name, run in runs if not complete(run, replace(host, name=name), score)}
     if not left:
         return True
     import jax
@@ -314,21 +315,21 @@ def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host, whole: str, o
         for name, run in left.items():
             here = replace(host, name=name)
             begin(run, here)
-            done = train(run, here, show=showing(name), stopping=stopping)
+            done = train(run, here, score=score, show=showing(name), stopping=stopping)
             if any(processes.exchange(bool(stopping) or done < spec.steps(run))):
                 return False
             jax.clear_caches()  # the next run's program is another
     return True
 
 
-def complete(run: spec.Run, host: spec.Host) -> bool:
-    """Whether a run is trained to its end and scored on all held-out text."""
+def complete(run: spec.Run, host: spec.Host, score: bool) -> bool:
+    """Whether a run is trained to its end and, if that is asked, scored on all held-out text."""
     if not (host.folder / "run.json").is_file():
         return False
     log = logs.read(host.folder)
     done = log.last("train/loss")
     same = spec.from_json(log.run["run"]) == run
-    return same and done is not None and done[0] == spec.steps(run) and scored_whole(host)
+    return same and done is not None and done[0] == spec.steps(run) and (scored_whole(host) or not score)
 
 
 def nothing(*_: Any, **__: Any) -> None:

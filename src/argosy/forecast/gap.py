@@ -18,6 +18,7 @@ from argosy.forecast import trend
 SPREADS = np.log([0.0003, 0.0003, 0.0003, 0.0003, 0.0015, 0.002])
 STRAY = np.array([2.0, 2.0, 2.0, 2.0, 0.5, 1.0])
 NOISE_LEAST = 0.001
+DOUBT = 0.5  # of what is added: no law carries it beyond the points, so half of it is its spread, common to all rows
 ROWS = 400  # thinned to so many
 
 
@@ -63,4 +64,5 @@ def find(points: P.Table, residual: np.ndarray, run_of: np.ndarray, target: P.Ta
     cross = trend.kernel(spreads, x2, u2, x, u, np.zeros((len(x2), len(x))))
     own = trend.kernel(spreads, x2, u2, x2, u2, nothing)
     mean = cross @ linalg.cho_solve(factor, y)
-    return Gap(mean, own - cross @ linalg.cho_solve(factor, cross.T), max(math.exp(float(spreads[5])), NOISE_LEAST))
+    doubt = np.outer(DOUBT * mean, DOUBT * mean)
+    return Gap(mean, own - cross @ linalg.cho_solve(factor, cross.T) + doubt, max(math.exp(float(spreads[5])), NOISE_LEAST))

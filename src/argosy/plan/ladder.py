@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from argosy import spec
 from argosy.plan import cost, flops, hardware, memory, scaling
-from argosy.plan import sheet as sheets
 from argosy.plan.rung import RULES, attempt, derive, laid
 
 __all__ = ["Rung", "carried", "derive", "propose", "share", "sheet"]
@@ -218,6 +217,8 @@ def sheet(hero: spec.Run, rungs: Sequence[Rung], proposed: str = "") -> dict:
 
 def figures(run: spec.Run) -> dict:
     """A run's sizes, cost, rates and doubts, and the run itself."""
+    from argosy.plan import sheet as sheets  # brings NumPy, which commands that plan nothing do without
+
     chip, time, rates = hardware.chip(run.compute.chip), cost.time(run), scaling.rates(run)
     steps, fits = spec.steps(run), memory.plan(run)
     return {
