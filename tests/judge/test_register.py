@@ -321,3 +321,28 @@ def test_a_file_that_was_tampered_with_in_any_place_is_told_in_words(made, no_fi
                 assert "0001.json is not what was registered" in str(error), place
                 continue
             assert not found["ok"], (place, value)
+
+
+@pytest.mark.parametrize("part", ["rows", "some rows", "covariance", "negative", "identity", "bridge", "ladder"])
+def test_a_forged_inside_is_said_by_who_judges(made, tmp_path, part):
+    """Fails when a file whose hash fits ends in a traceback where it is used."""
+    _, _, body = made
+    body = json.loads(json.dumps(body))
+    block = body["forecast"]["covariance"][HEADLINE]
+    if part == "rows":
+        body["forecast"]["rows"] = []
+    elif part == "some rows":
+        body["forecast"]["rows"] = body["forecast"]["rows"][:3]
+    elif part == "covariance":
+        block["matrix"] = block["matrix"][1:]
+    elif part == "negative":
+        block["matrix"] = [[-v for v in line] for line in block["matrix"]]
+    else:
+        body[part] = {"identity": {}, "bridge": {}, "ladder": [1]}[part]
+    kept = {k: v for k, v in body.items() if k != "sha256"}
+    body["sha256"] = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    folder = tmp_path / "forecasts" / "hero"
+    folder.mkdir(parents=True)
+    (folder / "0001.json").write_text(json.dumps(body))
+    with pytest.raises(ValueError, match="is not as argosy forecast register writes it"):
+        register.newest(tmp_path, "hero")

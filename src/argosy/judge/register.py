@@ -20,6 +20,7 @@ import numpy as np
 from argosy import spec
 from argosy.forecast import points as P
 from argosy.forecast import surface
+from argosy.forecast.fit import BANDS
 from argosy.judge import ladders
 from argosy.judge import points as tables
 from argosy.judge.fits import Body, Say, fit_rows
@@ -284,8 +285,37 @@ def all_of(home: Path, name: str) -> list[Body]:
                 f"{path} is not what was registered here: its name, its SHA-256 or that of the one before it is another; argosy"
                 f" forecast verify {path} says more; bring the file back as it was"
             )
+        try:
+            inside(body)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not as argosy forecast register writes it ({type(error).__name__}: {error}); argosy forecast verify"
+                f" {path} says more"
+            ) from error
         found.append(body)
     return found
+
+
+def inside(body: Body) -> None:
+    """Raise what is wrong with the inside of a forecast, whose hash may fit all the same."""
+    missing = identity(spec.from_json(body["hero"]), "").keys() - body["identity"].keys()
+    rows = body["forecast"]["rows"]
+    if missing or not rows:
+        raise ValueError(f"no {', '.join(sorted(missing)) or 'rows'}")
+    for row in rows:
+        if not isinstance(row["metric"], str) or not isinstance(row["step"], int):
+            raise TypeError("a row without metric or step")
+        for band in BANDS:
+            float(row[band] or 0.0)
+    for rung in body["ladder"]:
+        str(rung["name"])
+    for metric, block in body["forecast"].get("covariance", {}).items():
+        matrix, size = np.array(block["matrix"], float), len(block["rows"])
+        rows[max(block["rows"], default=0)]
+        if matrix.shape != (size, size) or (size and np.linalg.eigvalsh(matrix)[0] < -0.01 * np.abs(matrix).max()):
+            raise ValueError(f"{metric} has no covariance of its rows")
+    if body["bridge"] is not None:
+        str(body["bridge"]["event"]["kind"]), int(body["bridge"]["event"]["step"])
 
 
 def files(home: Path, name: str) -> Iterator[Path]:
