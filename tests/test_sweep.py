@@ -52,10 +52,10 @@ def sweep(home):
 
 
 def ended_by(home, number, signal_number):
-    """A sweep that gets a signal once its run of this number is told of."""
+    """A sweep that gets a signal once an update of its run of this number is told of."""
     process = subprocess.Popen(command(home, *sweep(home)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
-        if re.match(rf"run {number} of 4\b", line):
+        if re.match(rf"run {number} of 4, \S+: \d+/\d+ ", line):
             break
     else:
         pytest.fail(f"the sweep told of no run {number}")
