@@ -239,3 +239,13 @@ def test_changes_of_noise_alone_stay_below_the_limit():
     """Fails when more than one in a hundred residuals of Gaussian noise departs."""
     found = [abs(D.departure(of(lambda s: 0.0 * s, 0.01, 0.03, seed)).sigmas) for seed in range(400)]
     assert np.mean(np.array(found) >= D.SURE) < 0.01
+
+
+def test_a_departure_inside_the_bands_is_no_alarm():
+    """Fails when a shift that stays inside every band is told as a fault, or one that leaves its band is played down."""
+    found = {"departed": True, "likeliest": "optimizer", "ahead": None, "first_step": 300, "last_step": 900}
+    groups = [{"group": "optimizer", "signs": ["gradient of attention -43%"]}, {"group": "data", "signs": []}]
+    for out, told in ((0.0, True), (0.4, False)):
+        metrics = [{"departed": True, "widths_out": out}, {"departed": False, "widths_out": 2.0}]
+        assert ("inside its band" in G.why({**found, "metrics": metrics}, groups, 10)) == told
+    assert "inside its band" not in G.why({**found, "metrics": []}, groups, 10)

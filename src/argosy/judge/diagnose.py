@@ -61,9 +61,9 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
         answer["likeliest"] = ordered[0]["group"]
         answer["ahead"] = float(f"{ordered[0]['weight'] / second:.3g}") if second else None
     answer["differences"] = verdict.differences(bodies, log)[0]
+    answer["metrics"] = [told(d) for d in sorted(out.values(), key=lambda d: (-abs(d.sigmas), d.since))]
     answer["why"] = why(answer, ordered, len(out))
     answer["groups"] = ordered
-    answer["metrics"] = [told(d) for d in sorted(out.values(), key=lambda d: (-abs(d.sigmas), d.since))]
     answer["nearest"] = nearest(log, run, first)
     answer["branch"] = branch(answer, ordered, log, run)
     return answer
@@ -208,7 +208,11 @@ def why(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], count: int) -
     if answer["likeliest"] is None:
         return f"nothing departs: {count} metrics follow the registered forecast up to update {answer['last_step']:,}"
     ahead = f", {answer['ahead']:.1f} times {ordered[1]['group']}" if answer["ahead"] else ", alone"
-    return f"most likely {answer['likeliest']}{ahead}: {ordered[0]['signs'][0]}"
+    likely = f"most likely {answer['likeliest']}{ahead}: {ordered[0]['signs'][0]}"
+    departed = [m for m in answer["metrics"] if m["departed"]]
+    if not departed or any(m["widths_out"] for m in departed):
+        return likely
+    return f"every metric is inside its band, so there may be nothing to explain; of what moved within them, {likely}"
 
 
 # ---- for people ----------------------------------------------------------------------------------
