@@ -311,7 +311,7 @@ def in_turn(runs: Sequence[tuple[str, spec.Run]], host: spec.Host, whole: str, o
         loop.ready(run)
         store.there(replace(host, name=name).folder, spec.to_json(run))
     stopping: list[str] = []
-    with progress.of_several(dict(runs), list(left), whole, one) as showing:
+    with progress.of_several(dict(runs), list(left), whole, one) as showing, loop.stop_signals(stopping):
         for name, run in left.items():
             here = replace(host, name=name)
             begin(run, here)
