@@ -1,5 +1,6 @@
 """The page's endpoints on a real loopback port, and the life of its process."""
 
+import contextlib
 import json
 import os
 import signal
@@ -130,6 +131,16 @@ def test_a_damaged_run_is_listed_and_not_shown_first(home):
         assert status == 400 and "planned/run.json is not what was written" in body["error"]
 
 
+@contextlib.contextmanager
+def pushed(address, name, about):
+    """What is pushed after a run was asked about, one by one; never more than a minute of it."""
+    with urllib.request.urlopen(f"{address}api/run/{name}/stream?after={about['position']}", timeout=20) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        end = time.monotonic() + 60
+        lines = iter(lambda: stream.readline().decode() if time.monotonic() < end else "", "")
+        yield (json.loads(line[6:]) for line in lines if line.startswith("data: "))
+
+
 def test_new_rows_are_pushed(home):
     """Fails when the stream does not bring what is recorded, once, in order, with a position to go on from."""
     folder = home / "runs" / "planned"
@@ -137,20 +148,14 @@ def test_new_rows_are_pushed(home):
         writer.record(1, {"train/loss": 8.0, "own/detail": 1.0})
         _, about = ask(address, "api/run/planned")
         assert about["summary"]["state"] == "running"
-        told = []
-        with urllib.request.urlopen(f"{address}api/run/planned/stream?after={about['position']}", timeout=20) as stream:
-            assert stream.headers["content-type"].startswith("text/event-stream")
-            writer.record(2, {"train/loss": 7.0, "own/detail": 1.0})
-            writer.event("note", 2, text="here")
-            while len(told) < 2:
-                line = stream.readline().decode()
-                if line.startswith("data: "):
-                    news = json.loads(line[6:])
-                    told += news["rows"]
-                    if len(told) == 1:
-                        assert news["events"][0]["fields"] == {"text": "here"} and news["summary"]["step"] == 2
-                        writer.record(3, {"train/loss": 6.0})
-        assert told == [[2, {"train/loss": 7.0}], [3, {"train/loss": 6.0}]]
+        writer.record(2, {"train/loss": 7.0, "own/detail": 1.0})
+        writer.event("note", 2, text="here")
+        with pushed(address, "planned", about) as every:
+            news = next(every)
+            assert news["rows"] == [[2, {"train/loss": 7.0}]] and news["summary"]["step"] == 2
+            assert news["events"][0]["fields"] == {"text": "here"}
+            writer.record(3, {"train/loss": 6.0})
+            assert next(every)["rows"] == [[3, {"train/loss": 6.0}]]
         _, late = ask(address, f"api/run/planned/news?after={about['position']}")
         assert [row[0] for row in late["rows"]] == [2, 3]
 
@@ -170,12 +175,14 @@ def test_a_forecast_is_told_and_its_changes_are_pushed(home):
         assert ask(address, "api/run/nobody/forecast")[0] == 404
         _, about = ask(address, "api/run/pocket")
         assert about["forecast"] == ""
+        sample_forecasts.write(home, "pocket", some_forecast(at=256))  # before the page has connected
         written = some_forecast(at=512)
-        with urllib.request.urlopen(f"{address}api/run/pocket/stream?after={about['position']}", timeout=20) as stream:
+        with pushed(address, "pocket", about) as every:
+            first = next(every)
+            assert first["forecast"] and first["rows"] == []
             sample_forecasts.write(home, "pocket", written)
-            line = next(line for line in iter(lambda: stream.readline().decode(), "") if line.startswith("data: "))
-        news = json.loads(line[6:])
-        assert news["forecast"] and news["rows"] == []
+            news = next(every)
+        assert news["forecast"] not in ("", first["forecast"]) and news["rows"] == []
         status, told = ask(address, "api/run/pocket/forecast")
         assert status == 200 and {key: told[key] for key in written} == json.loads(json.dumps(written))
         assert told["headline"] == HEAD and told["metrics"]["grad/norm/total"]["panel"] == "grad"

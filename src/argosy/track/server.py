@@ -8,7 +8,7 @@ however that one ends.
 - `GET /api/run/<name>`             configuration, plan, code, events, lineage, metrics with meaning, panels
 - `GET /api/run/<name>/series?metrics=train/loss,grad/norm/*&buckets=2000&from=0&to=99`
 - `GET /api/run/<name>/news?after=` what was added since a position
-- `GET /api/run/<name>/stream?after=` the same as server-sent events
+- `GET /api/run/<name>/stream?after=` the same as server-sent events, the first at once
 - `GET /api/run/<name>/forecast`    its registered bands, verdict and updated forecast; {} where none is registered
 - `GET /api/run/<name>/ladder`      its rungs and how far they are; {} where it has none
 """
@@ -247,20 +247,22 @@ def metrics_drawn(name: str) -> bool:
 
 
 async def pushed(folder: Path, after: str) -> AsyncIterator[str]:
-    """News as server-sent events, when there are any; a comment now and then keeps the connection open."""
+    """What was added since a position, at once, so that nothing before the connection is missed; then news as server-sent events,
+    when there are any. A comment now and then keeps the connection open."""
     position = after or (await run_in_threadpool(follow, folder)).position
-    told, seen = time.monotonic(), (writing(folder), beside(folder))
+    told, seen = time.monotonic(), None
     while (folder / "run.json").exists():
-        await asyncio.sleep(POLL_S)
+        around = writing(folder), beside(folder)  # before the news are gathered: told twice, not missed
         found = await run_in_threadpool(follow, folder, position)
-        if found.position != position or (writing(folder), beside(folder)) != seen:
-            seen = writing(folder), beside(folder)
+        if found.position != position or around != seen:
+            seen = around
             body = await run_in_threadpool(news, folder, position)
             position, told = body["position"], time.monotonic()
             yield f"id: {position}\ndata: {text(body)}\n\n"
         elif time.monotonic() - told > ALIVE_S:
             told = time.monotonic()
             yield ": alive\n\n"
+        await asyncio.sleep(POLL_S)
 
 
 # ---- running it --------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import gc
 import json
 import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,11 +135,21 @@ def _read(manager: ocp.CheckpointManager, step: int, like: Any) -> tuple[Any | N
 
     The handler alone, without the manager around it, which would leave the other processes waiting where one fails.
     """
-    try:
-        folder = Path(manager.directory) / f"step_{step}" / "default"
-        return ocp.StandardCheckpointHandler().restore(folder, args=ocp.args.StandardRestore(like)), None
-    except Exception as error:  # Orbax raises whatever its backends raise
-        return None, _why(error)
+    told = logging.getLogger("asyncio")
+    level = told.level
+    with warnings.catch_warnings():
+        # Where one array fails Orbax forgets the reads of the others, which complain when they are collected.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        told.setLevel(logging.CRITICAL)
+        try:
+            folder = Path(manager.directory) / f"step_{step}" / "default"
+            return ocp.StandardCheckpointHandler().restore(folder, args=ocp.args.StandardRestore(like)), None
+        except Exception as error:  # Orbax raises whatever its backends raise
+            why = _why(error)
+        finally:
+            gc.collect()
+            told.setLevel(level)
+    return None, why
 
 
 def _why(error: Exception) -> str:
