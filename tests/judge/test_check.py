@@ -189,17 +189,21 @@ def test_the_whole_check_of_a_ladder_and_its_exit_status(
     assert order == sorted(order, reverse=True)
 
 
-def test_a_ladder_of_two_sizes_is_no_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Fails when unfinished and missing rungs are not told, or two sizes let a hero go."""
+def test_sizes_that_are_not_finished_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Fails when unfinished and missing rungs are not told, or two finished sizes of four let a hero go."""
     synthetic.quick(monkeypatch)
-    ladders.save(tmp_path, "hero", pocket.run(), [RUNGS[n] for n in ("d32", "d48", "d64")])
-    synthetic.sail(tmp_path, "hero-d32", RUNGS["d32"].run)
-    synthetic.sail(tmp_path, "hero-d48", RUNGS["d48"].run, until=0.6)
+    ladders.save(tmp_path, "hero", pocket.run(), [RUNGS[n] for n in ("d32", "d48", "d64", "d96")])
+    for name, until in (("d32", 1.0), ("d48", 1.0), ("d64", 0.6)):
+        synthetic.sail(tmp_path, f"hero-{name}", RUNGS[name].run, until=until)
     body = C.check(tmp_path, "hero")
     assert body["verdict"] == NO_GO
-    told = [(e["rule"], e["where"]) for e in body["evidence"] if e["level"] != GO]
-    assert ("too few sizes", "hero") in told
-    assert {("unfinished rung", "hero-d48"), ("unfinished rung", "hero-d64")} <= set(told)
+    told = {(e["rule"], e["where"]): e["says"] for e in body["evidence"] if e["level"] != GO}
+    assert "2 of 4 sizes are finished" in told["too few sizes", "hero"]
+    assert "argosy ladder hero --run goes on" in told["too few sizes", "hero"]
+    assert {("unfinished rung", "hero-d64"), ("unfinished rung", "hero-d96")} <= set(told)
+    synthetic.sail(tmp_path, "hero-d64", RUNGS["d64"].run, begin=0.6)
+    found = C.unfinished(C.points.gather(tmp_path, "hero", []), "hero")
+    assert [(e.level, e.rule, e.where) for e in found] == [(CAUTION, "unfinished rung", "hero-d96")]
 
 
 def test_one_run_can_be_checked_and_an_unknown_name_cannot(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -20,7 +20,7 @@ from argosy.track import log as logs
 from argosy.track import metrics as known
 
 EXIT = {GO: 0, CAUTION: 0, NO_GO: 3}
-SIZES = 3  # the fewest that a law can be fitted to
+SIZES = 3  # finished: the fewest that a law can be fitted to
 SETTLED = 0.75  # of the run: from here drops are judged, in rungs and in the hero
 # Alarms of the fit that speak against a launch; the others say how sure the forecast is and are noted.
 AGAINST = {
@@ -107,17 +107,17 @@ def plain(body: dict[str, Any]) -> dict[str, Any]:
 
 def unfinished(gathered: points.Gathered, name: str) -> list[Evidence]:
     """Rungs that are not finished, and sizes that are missing for a law."""
-    out, sizes = [], set()
+    out, sizes = [], [rung for rung in gathered.rungs if rung["purpose"] == "size"]
+    goes_on = f"argosy ladder {name} --run goes on"
     for rung in gathered.rungs:
-        if rung["purpose"] == "size" and rung["steps"]:
-            sizes.add(rung["name"])
         if not rung["finished"]:
             done = rung["steps"] / rung["steps_total"]
-            says = f"{rung['steps']:,} of {rung['steps_total']:,} updates; argosy ladder {name} --run goes on"
+            says = f"{rung['steps']:,} of {rung['steps_total']:,} updates; {goes_on}"
             out.append(Evidence(CAUTION, "unfinished rung", rung["name"], done, says, "ours", 2 - done))
-    if len(sizes) < SIZES:
-        says = f"{len(sizes)} sizes have begun; a law of size needs {SIZES}"
-        out.append(Evidence(NO_GO, "too few sizes", name, float(len(sizes)), says, "ours", math.inf))
+    done = sum(rung["finished"] for rung in sizes)
+    if done < SIZES:
+        says = f"{done} of {len(sizes)} sizes are finished; a law of size needs {SIZES}; {goes_on}"
+        out.append(Evidence(NO_GO, "too few sizes", name, float(done), says, "ours", math.inf))
     return out
 
 
