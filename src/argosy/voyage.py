@@ -422,7 +422,7 @@ def against(found: dict[str, Any]) -> str:
     when = f"on {about['created'][:10]}, " + (
         f"late: after {about['late']['updates']:,} updates" if about["late"] else "before the run's first update"
     )
-    first = f"Registered {when}; {'published' if about['witness'] else 'no outside witness is recorded'}."
+    first = f"Registered {when}; {verdict.witnessed(about)}."
     if one is None or one["actual"] is None or not one["mean"] or found["verdict"] in (None, "not comparable"):
         return f"{first}\n{(found['verdict'] or 'no verdict yet').capitalize()}: {found['why']}."
     unit = "bits per byte" if found["headline"].endswith("bpb") else ""

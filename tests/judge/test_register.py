@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import synthetic
 
-from argosy import cli, spec
+from argosy import cli, spec, voyage
 from argosy.judge import fits, ladders, points, register, verdict, verify
 from argosy.runs import pocket
 from argosy.track import store
@@ -265,6 +265,30 @@ def test_a_witness_is_noted_beside_it(home, capsys):
         register.witness(home, "hero", "https://x\n\x1b[31mverified")
     with pytest.raises(ValueError, match="no forecast of 'nobody'"):
         register.witness(home, "nobody", "here")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"witnesses": [{"sha256": "SHA"}]}', '{"witnesses": [{"sha256": "SHA", "at": 3}]}']
+)
+def test_a_damaged_witness_is_told_and_kept(home, capsys, text):
+    """Fails when a note that cannot be read ends a verdict, is not told wherever witnesses are, or is written over."""
+    synthetic.sail(home, "hero", pocket.run(), until=0.1, fault=few)
+    body = register.newest(home, "hero")
+    path = register.witness_path(home, body)
+    path.write_text(text.replace("SHA", body["sha256"]))
+    before = path.read_bytes()
+    found = verdict.judge(home, "hero")
+    assert found["verdict"] == "on track" and found["forecast"]["witness"] == []
+    assert f"{path} is damaged" in found["forecast"]["witness_damaged"]
+    drawn = json.loads((home / "forecasts/hero/page.json").read_bytes())
+    assert drawn["forecast"]["witness_damaged"] == found["forecast"]["witness_damaged"]
+    cli.main(["forecast", "judge", "hero", "--home", str(home)])
+    assert "the file of its witnesses is damaged" in " ".join(capsys.readouterr().out.split())
+    assert "the file of its witnesses is damaged" in voyage.against(found)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["forecast", "witness", "hero", "--at", "elsewhere", "--home", str(home)])
+    assert ended.value.code == 2 and "0001.witness.json is damaged" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_the_commands(home, no_fit, capsys):

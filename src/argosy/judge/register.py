@@ -387,7 +387,7 @@ def witness(home: Path, name: str, where: str) -> Body:
     The note proves nothing itself: it says where to look for the hash and its date.
 
     Raises:
-        ValueError: when nothing is registered, or nothing is said.
+        ValueError: when nothing is registered, nothing is said, or the note is damaged: it is left as it is.
     """
     body = newest(home, name)
     if body is None:
@@ -395,20 +395,34 @@ def witness(home: Path, name: str, where: str) -> Body:
     where = where.strip()
     if not where or len(where) > 2000 or not where.isprintable():
         raise ValueError("--at WHERE is a URL, a commit, a tag or words in one line, up to 2,000 characters")
-    path = folder_of(home, name) / f"{body['number']:04d}.witness.json"
     entry = {"at": where, "noted": stamp(time.time()), "sha256": body["sha256"]}
-    layout.write_json(path, {"witnesses": [*witnesses(home, body), entry]})
+    layout.write_json(witness_path(home, body), {"witnesses": [*witnesses(home, body), entry]})
     show_page(home, body)
     return entry
 
 
+def witness_path(home: Path, body: Body) -> Path:
+    return folder_of(home, body["name"]) / f"{body['number']:04d}.witness.json"
+
+
 def witnesses(home: Path, body: Body) -> list[Body]:
-    """Where the line of a forecast was published, as noted; those of another hash are none."""
-    path = folder_of(home, body["name"]) / f"{body['number']:04d}.witness.json"
-    if not path.is_file():
+    """Where the line of a forecast was published, as noted; those of another hash are none.
+
+    Raises:
+        ValueError: when the file of the notes is damaged.
+        OSError: when it cannot be read.
+    """
+    path = witness_path(home, body)
+    if not path.exists():
         return []
     try:
         found = json.loads(path.read_bytes())["witnesses"]
-        return [entry for entry in found if entry["sha256"] == body["sha256"]]
+        own = [entry for entry in found if entry["sha256"] == body["sha256"]]
+        if not all(isinstance(entry["at"], str) for entry in own):
+            raise ValueError("a witness says no place")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not what was written: {error}; the forecast beside it is untouched") from error
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"{path} is damaged ({what}); the forecast beside it is untouched. Bring it back, or move it away and note the witness again"
+        ) from error
+    return own

@@ -208,9 +208,24 @@ def headline(body: Body) -> str | None:
 
 
 def marks(home: Path, body: Body) -> Body:
-    """What a reader must know of the forecast: its number and hash, whether it was late, bridged, witnessed."""
+    """What a reader must know of the forecast: its number and hash, whether it was late, bridged, witnessed.
+
+    `witness_damaged` says what is wrong with the file of the witnesses, which are then not known; None where nothing is.
+    """
     found = {key: body.get(key) for key in ("number", "sha256", "created", "method", "late", "supersedes", "reason")}
-    return found | {"bridged": body.get("bridge") is not None, "witness": [w["at"] for w in register.witnesses(home, body)]}
+    found |= {"bridged": body.get("bridge") is not None, "witness": [], "witness_damaged": None}
+    try:
+        found["witness"] = [entry["at"] for entry in register.witnesses(home, body)]
+    except (ValueError, OSError) as error:  # a note beside the forecast, which a verdict does not rest on
+        found["witness_damaged"] = str(error)
+    return found
+
+
+def witnessed(about: Body) -> str:
+    """Where the forecast's line was published, in words."""
+    if about["witness_damaged"]:
+        return f"the file of its witnesses is damaged: {about['witness_damaged']}"
+    return f"published: {', '.join(about['witness'])}" if about["witness"] else "no outside witness is recorded"
 
 
 def differences(bodies: list[Body], log: logs.RunLog) -> tuple[list[str], int]:
@@ -321,7 +336,7 @@ def show(found: Body, out: Console) -> None:
     marked = f"forecast {about['number']:04d} of {about['created']}"
     late = about["late"] and f"registered late, after {about['late']['updates']:,} updates"
     marked += "".join(f", {text}" for text in (late, about["bridged"] and "bridged over a change") if text)
-    marked += f"; published: {', '.join(about['witness'])}" if about["witness"] else "; no outside witness is recorded"
+    marked += f"; {witnessed(about)}"
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("metric", "verdict", "since", "measured", "forecast", "90% band", "beyond it"):
         table.add_column(column, justify="left" if column in ("metric", "verdict") else "right", overflow="fold")

@@ -109,7 +109,7 @@ function registration(about) {  // who promised what, when
   const lines = [["registered", [`${when}, `, element("strong", { className: late ? "late" : "", textContent: late ? `late, after ${Number.isFinite(updates) && updates !== true ? `${grouped(updates)} updates` : "the first update"}` : "before the first update" })]]];
   if (about.number > 1 || about.supersedes) lines.push(["number", [`${about.number}, in place of ${about.number > 1 ? about.number - 1 : "an earlier one"}${about.reason ? `: ${about.reason}` : ""}`]]);
   if (about.bridged) lines.push(["bridged", [element("strong", { textContent: "over a change" }), ": bands shifted by its measured effect and widened", ...(typeof about.bridged === "object" ? [`; ${plain(about.bridged)}`] : [])]]);
-  lines.push(["witness", witnesses(about.witness)]);
+  lines.push(["witness", about.witness_damaged ? [about.witness_damaged] : witnesses(about.witness)]);
   if (about.sha256) lines.push(["SHA-256", [element("details", { className: "hash" }, element("summary", { title: about.sha256 }, element("code", { textContent: `${about.sha256.slice(0, 12)}…` })), element("code", { textContent: about.sha256 }))]]);
   return lines.flatMap(([key, parts]) => [element("dt", { textContent: key }), element("dd", {}, ...parts)]);
 }
