@@ -672,13 +672,13 @@ def note(run: Name, text: Name, /, at: int | None = None, home: Path = HOME, jso
         home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
+    from argosy.judge import ladders
     from argosy.track import log, store
 
     if not text.strip():
         raise ValueError("argosy note needs words: what was changed, e.g. 'mixture: more code'")
     read = log.read(run, home)
-    newest = read.last("time")
-    step = (newest[0] if newest else 0) if at is None else at
+    step = ladders.updates(read) if at is None else at
     store.note(read.folder, "change", step, what=text.strip())
     said = {"run": read.name, "step": step, "what": text.strip()}
     emit(said) if json else print(f"noted in {read.name}, from update {step:,} on: {text.strip()}")

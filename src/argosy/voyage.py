@@ -267,7 +267,7 @@ def train(
             stopping=stopping,
         )
         done = int(state.step)
-        if score and processes.on_first(lambda: done == spec.steps(run) and not scored_whole(host)):
+        if score and processes.on_first(lambda: done == spec.steps(run) and not scored_whole(logs.read(host.folder))):
             if writer:
                 print("scoring all held-out text", file=sys.stderr, flush=True)
             record(done, evaluate(state, whole=True))
@@ -327,17 +327,16 @@ def complete(run: spec.Run, host: spec.Host, score: bool) -> bool:
     if not (host.folder / "run.json").is_file():
         return False
     log = logs.read(host.folder)
-    done = log.last("train/loss")
     same = spec.from_json(log.run["run"]) == run
-    return same and done is not None and done[0] == spec.steps(run) and (scored_whole(host) or not score)
+    return same and ladders.is_finished(log) and (scored_whole(log) or not score)
 
 
 def nothing(*_: Any, **__: Any) -> None:
     """What the processes beside process 0 do with rows and events."""
 
 
-def scored_whole(host: spec.Host) -> bool:
-    return any(m.startswith("eval_whole/") for m in logs.read(host.folder).metrics)
+def scored_whole(log: logs.RunLog) -> bool:
+    return any(m.startswith("eval_whole/") for m in log.metrics)
 
 
 @contextlib.contextmanager
@@ -392,14 +391,14 @@ def summary(host: spec.Host) -> dict[str, Any]:
     whole = last(f"eval_whole/{corpus_name}/macro_bpb") is not None
     prefix, kind = ("eval_whole", "baseline_whole") if whole else ("eval_dropless", "baseline")
     gzip: dict[str, float] = next((e["fields"] for e in reversed(log.events) if e["kind"] == kind), {})
-    if log.last("train/loss") is None:
+    if not ladders.updates(log):
         raise ValueError(f"run {host.name!r} has no finished update yet; the same command goes on with it")
     rates = log.series("throughput/tokens_per_second")[1].tolist()
     scored = log.last(f"{prefix}/{corpus_name}/macro_bpb")
     return {
         "run": log.name,
         "folder": str(log.folder),
-        "updates": int(log.series("train/loss")[0][-1]),
+        "updates": ladders.updates(log),
         "updates_total": spec.steps(spec.from_json(log.run["run"])),
         "loss": last("train/loss"),
         "held_out": "all" if whole else "registered part",

@@ -17,8 +17,8 @@ import numpy as np
 from scipy import stats
 
 from argosy import spec
+from argosy.judge import ladders, register
 from argosy.judge import points as tables
-from argosy.judge import register
 from argosy.judge.fits import Body, Say
 from argosy.track import log as logs
 from argosy.track import metrics as known
@@ -56,7 +56,7 @@ def bridge(
     pairs, changed = read_pairs(home, before, reruns, record["step"] / spec.steps(hero))
     made: Body = {
         "event": record,
-        "updates": tables.finished(log),
+        "updates": ladders.updates(log),
         "changed": changed,
         "transfer": TRANSFER,
         "pairs": pairs,
@@ -140,10 +140,10 @@ def difference(text: str, first: logs.RunLog, second: logs.RunLog, a: spec.Run, 
         ValueError: when the two are no pair.
     """
     for log, run in ((first, a), (second, b)):
-        done = tables.finished(log)
-        if done < spec.steps(run):
+        if not ladders.is_finished(log):
             raise ValueError(
-                f"--rerun {text!r}: run {log.name!r} has {done:,} of {spec.steps(run):,} updates; both have to be finished"
+                f"--rerun {text!r}: run {log.name!r} has {ladders.updates(log):,} of {spec.steps(run):,} updates; both have to be"
+                " finished"
             )
     active = [tables.place(run, "", "", 1)["active_params"] for run in (a, b)]
     if abs(active[1] / active[0] - 1) > 0.05:

@@ -8,6 +8,7 @@ import numpy as np
 from scipy import stats
 
 from argosy import spec
+from argosy.judge import ladders
 from argosy.plan import flops
 from argosy.track import layout
 from argosy.track import log as logs
@@ -42,9 +43,7 @@ def of_run(name: str, home: Path) -> Final:
     """
     log = logs.read(name, home)
     run = spec.from_json(log.run["run"])
-    done = log.last("train/loss")
-    updates = done[0] if done else 0
-    finished = updates == spec.steps(run)
+    updates, finished = ladders.updates(log), ladders.is_finished(log)
     checksums = [r["fields"]["checksum"] for r in log.lineage if r["kind"] == "corpus"]
 
     def last(kind: str) -> float | None:

@@ -106,19 +106,18 @@ def state(home: Path, hero_name: str) -> list[dict[str, Any]]:
     found = []
     for entry in load(home, hero_name)["rungs"]:
         run = spec.from_json(entry["run"])
-        updates, scored = 0, None
+        done, whole, scored = 0, False, None
         if (home / "runs" / entry["name"] / "run.json").is_file():
             its = log.read(home / "runs" / entry["name"])
-            last, scored = its.last("train/loss"), its.last(f"eval_dropless/{run.data.corpus}/macro_bpb")
-            updates = 0 if last is None else last[0]
+            done, whole, scored = updates(its), is_finished(its), its.last(f"eval_dropless/{run.data.corpus}/macro_bpb")
         found.append(
             {
                 "name": entry["name"],
                 "rung": entry["rung"],
                 "purpose": entry["purpose"],
-                "updates": updates,
+                "updates": done,
                 "steps": spec.steps(run),
-                "finished": updates >= spec.steps(run),
+                "finished": whole,
                 "macro_bpb": None if scored is None else scored[1],
                 "macro_bpb_at": None if scored is None else scored[0],
             }
@@ -141,6 +140,17 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
         if name in new:
             found += said(f"rung {name}", *({"purpose": e["purpose"], **e["run"]} for e in (old[name], new[name])))
     return found
+
+
+def updates(its: log.RunLog) -> int:
+    """Updates that a run has finished, by its newest row."""
+    newest = its.last("time")
+    return 0 if newest is None else newest[0]
+
+
+def is_finished(its: log.RunLog) -> bool:
+    """Whether these are all updates of a run."""
+    return updates(its) >= spec.steps(spec.from_json(its.run["run"]))
 
 
 def has_begun(folder: Path) -> bool:

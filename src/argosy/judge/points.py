@@ -173,9 +173,7 @@ def gather(home: Path, name: str, metrics: Sequence[str] | None = None) -> Gathe
                 f"run {entry['name']!r} is not the rung that the ladder of {name!r} holds: {said}; move that run away, or name the"
                 " hero otherwise with --as"
             )
-        found["steps"] = finished(log)
-        found["finished"] = found["steps"] >= found["steps_total"]
-        found["checksum"] = checksum(log)
+        found |= {"steps": ladders.updates(log), "finished": ladders.is_finished(log), "checksum": checksum(log)}
         if not evaluated(log):
             told.append(
                 alarms.alarm("rung_missing", f"{entry['name']} has no evaluation yet; argosy ladder {name} --run goes on")
@@ -207,12 +205,6 @@ def fitted(gathered: Gathered, name: str, method: str) -> tuple[list[Row], list[
     rates = method == "schedule" or not gathered.one_schedule
     rows = gathered.rows if rates else [row | {"lr": None} for row in gathered.rows]
     return rows, asked(gathered.hero, name, gathered.metrics, rates=rates)
-
-
-def finished(log: logs.RunLog) -> int:
-    """Updates that a run has finished, by its newest row."""
-    newest = log.last("time")
-    return 0 if newest is None else newest[0]
 
 
 def checksum(log: logs.RunLog) -> str | None:
