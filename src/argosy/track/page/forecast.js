@@ -10,14 +10,14 @@ const VERDICTS = {  // word, what follows it, and the icon's path in a box of 24
   "not comparable": ["Not comparable", "with its forecast", "M5 9h14M5 15h14M16 4L8 20"],
   none: ["Registered", "no evaluation has been judged yet", "M7 4v17M7 5h11l-3 4 3 4H7"],
 };
-const PURPOSES = { size: "size", small_batch: "smaller batch: tells updates from tokens apart", seed: "another seed: tells luck" };
+const PURPOSES = { size: "a smaller model", small_batch: "smaller batch: tells updates from tokens apart", seed: "another seed: tells luck" };
 const LADDER_MS = 5000;
 let ladderTimer = 0, residualOf = "";
 
 const verdictOf = () => page.forecast?.verdict ?? null;
 const percent = (value) => (value === null || value === undefined || !Number.isFinite(value) ? "–" : `${value >= 0 ? "+" : "−"}${Math.abs(100 * value).toFixed(Math.abs(value) < 0.0995 ? 2 : 1)}%`);
 const part = (step) => (page.summary?.steps ? `${Math.round((100 * step) / page.summary.steps)}%` : `update ${grouped(step)}`);
-const judgedName = (name) => { const known = page.forecast.metrics?.[name]; return known?.panel ? `${panelTitle(known.panel)}: ${words(known.label)}` : name; };
+const judgedName = (name) => { const known = page.forecast.metrics?.[name]; return known?.panel ? `${panelTitle(known.panel)}: ${words(known.label)}` : words(name.replace(/^train\/router\/layer_(\d+)\//, "Layer $1: ")); };
 const panelTitle = (key) => page.about.panels.find((panel) => panel.key === key)?.title ?? key;
 const fixedTo = (value, unit) => (unit === "bits/byte" || unit === "nats/token" ? (Number.isFinite(value) && value !== null ? value.toFixed(4) : "–") : figure(value, unit));
 
@@ -32,9 +32,15 @@ async function readForecast() {
 async function renewForecast(mark) {  // news of the forecast or the ladder
   page.about.forecast = mark;
   await readForecast();
-  judgement();
-  rungs();
+  besides();
   redraw();
+}
+
+function besides() {  // the run is followed all the same where a file of its forecast or ladder is not what it should be
+  try { judgement(); rungs(); } catch (error) {
+    page.forecast = { failed: `The forecast or the ladder of ${page.name} cannot be shown: ${error.message}.` };
+    judgement();
+  }
 }
 
 // ---- the card ---------------------------------------------------------------------------------
@@ -60,7 +66,7 @@ function judgement() {
   $("verdict-why").textContent = verdict?.differences?.length ? "The run is not the one that was registered, so its figures say nothing about the forecast:" : verdict?.why ? sentence(verdict.why) : "The bands were fixed from small runs; each evaluation will be held against them.";
   differences(verdict?.differences ?? []);
   $("end").replaceChildren(...ends(verdict?.end));
-  $("registered").replaceChildren(...registration(forecast.forecast));
+  fill($("registered"), ...registration(forecast.forecast));
   judgedMetrics(verdict?.metrics ?? {});
   choices();
 }
@@ -110,7 +116,7 @@ function registration(about) {  // who promised what, when
   if (about.number > 1 || about.supersedes) lines.push(["number", [`${about.number}, in place of ${about.number > 1 ? about.number - 1 : "an earlier one"}${about.reason ? `: ${about.reason}` : ""}`]]);
   if (about.bridged) lines.push(["bridged", [element("strong", { textContent: "over a change" }), ": bands shifted by its measured effect and widened", ...(typeof about.bridged === "object" ? [`; ${plain(about.bridged)}`] : [])]]);
   lines.push(["witness", about.witness_damaged ? [about.witness_damaged] : witnesses(about.witness)]);
-  if (about.sha256) lines.push(["SHA-256", [element("details", { className: "hash" }, element("summary", { title: about.sha256 }, element("code", { textContent: `${about.sha256.slice(0, 12)}…` })), element("code", { textContent: about.sha256 }))]]);
+  if (about.sha256) lines.push(["SHA-256", [element("details", { className: "hash", open: Boolean(document.querySelector(".hash")?.open) }, element("summary", { title: about.sha256 }, element("code", { textContent: `${about.sha256.slice(0, 12)}…` })), element("code", { textContent: about.sha256 }))]]);
   return lines.flatMap(([key, parts]) => [element("dt", { textContent: key }), element("dd", {}, ...parts)]);
 }
 
@@ -126,25 +132,26 @@ function judgedMetrics(found) {
   $("judged-count").textContent = `All ${names.length} metrics held against their bands`;
   const rows = names.map((name) => {
     const one = found[name], unit = page.forecast.metrics[name]?.unit ?? "", kind = one.verdict in VERDICTS ? one.verdict : "none";
-    const cells = [fixedTo(one.actual, unit), fixedTo(one.mean, unit), `${fixedTo(one.lo90, unit)} to ${fixedTo(one.hi90, unit)}`, Number.isFinite(one.widths_out) ? Number(one.widths_out.toFixed(2)) : "–", one.since_step ?? null];
-    return element("tr", {}, element("th", { scope: "row", title: name, textContent: judgedName(name) }), element("td", {}, element("span", { className: `word ${kind.replaceAll(" ", "-")}`, textContent: one.verdict ?? "–" })),
-      ...cells.map((cell, i) => element("td", { className: "number", textContent: i === 4 ? (cell === null ? "" : grouped(cell)) : String(cell) })));
+    const cells = [fixedTo(one.actual, unit), fixedTo(one.mean, unit), `${fixedTo(one.lo90, unit)}\u00a0to ${fixedTo(one.hi90, unit)}`, Number.isFinite(one.widths_out) ? (one.widths_out ? `${one.widths_out > 0 ? "+" : "−"}${Math.abs(one.widths_out).toFixed(2)}` : "0") : "–", Number.isFinite(one.since_step) ? grouped(one.since_step) : ""];
+    return element("tr", {}, element("th", { scope: "row", title: name }, judgedName(name), element("span", { className: "soft", textContent: ["", "share", "norm"].includes(unit) ? "" : `, ${unit}` })), element("td", {}, element("span", { className: `word ${kind.replaceAll(" ", "-")}`, textContent: one.verdict ?? "–" })),
+      ...cells.map((cell, i) => element("td", { className: [0, 2].includes(i) ? "number" : "number wide-only", textContent: cell })));
   });
-  $("judged-rows").replaceChildren(...rows);
+  fill($("judged-rows"), ...rows);
 }
 
 // ---- bands under the charts -------------------------------------------------------------------
 
-const banded = (panel) => Object.keys(page.forecast?.metrics ?? {}).find((name) => page.forecast.metrics[name].panel === panel.key);
+const BANDED = ["smooth", "sources", "lines"];  // how a chart must be drawn to have a band below its curves
+const banded = (panel) => (BANDED.includes(panel.style) ? Object.keys(page.forecast?.metrics ?? {}).find((name) => page.forecast.metrics[name].panel === panel.key) : undefined);
 
 function placeOf(name, steps, i) {  // metrics of every update are means since the step before: drawn in the middle
   if (name.startsWith("eval_")) return across(steps[i]);
   return across(steps[i] - (i ? steps[i] - steps[i - 1] : (steps[1] ?? steps[0]) - steps[0]) / 2);
 }
 
-function bandTraces(name, scale = 1, over = null) {  // `over`: draw shares of the mean, less 1, in place of values
+function bandTraces(name, scale = 1, over = null, most = Infinity) {  // `over`: draw shares of the mean, less 1, in place of values
   const band = page.forecast.bands[name], kept = band.step.map((_, i) => i).filter((i) => band.mean[i] !== null);
-  const x = kept.map((i) => (over ? across(band.step[i]) : placeOf(name, band.step, i))), pick = (key) => kept.map((i) => (band[key][i] === null ? null : over ? band[key][i] / band.mean[i] - 1 : band[key][i] * scale));
+  const x = kept.map((i) => (over ? across(band.step[i]) : placeOf(name, band.step, i))), pick = (key) => kept.map((i) => (band[key][i] === null ? null : over ? band[key][i] / band.mean[i] - 1 : Math.min(most, band[key][i] * scale)));
   const base = { type: "scatter", mode: "lines", x, line: { width: 0 }, showlegend: false, hoverinfo: "skip", legendgroup: "forecast" };
   const hue = color("c6"), lows = pick("lo90"), highs = pick("hi90"), template = over ? "+.2%" : ",.5~g";
   return [
@@ -173,13 +180,13 @@ function between(band, step, key = "mean") {  // a column of the band at a step,
 
 function underlay(panel, made) {  // adds a chart's band below its curves; where it begins, charts begin to count
   const name = banded(panel);
-  if (!name || !["smooth", "sources", "lines"].includes(panel.style)) return made;
+  if (!name) return made;
   const scale = panel.key === "entropy" ? 1 / Math.log(page.about.run.moe?.experts || Math.E) : 1, band = page.forecast.bands[name];
   const at = band.mean.findIndex((mean) => mean !== null), first = band.step[at];
   if (at < 0) return made;
   const { step, steps, progress } = page.summary;
   const until = panel.key.startsWith("heldout") || progress === null || progress > 0.85 ? steps : Math.max(1.2 * step, 1.5 * first);
-  return { ...made, data: [...bandTraces(name, scale), ...made.data, ...updatedTrace(name, scale)], from: placeOf(name, band.step, at), until: until ? across(until) : undefined };
+  return { ...made, data: [...bandTraces(name, scale, null, panel.unit === "share" ? 1 : Infinity), ...made.data, ...updatedTrace(name, scale)], from: placeOf(name, band.step, at), until: until ? across(until) : undefined };
 }
 
 // ---- the distance from the forecast -----------------------------------------------------------
@@ -195,8 +202,14 @@ function choices() {
   const judged = verdictOf()?.metrics ?? {}, { metrics, headline } = page.forecast;
   const names = Object.keys(metrics).filter((name) => name === headline || judged[name]?.residual?.length);
   if (!names.includes(residualOf)) residualOf = names.includes(headline) ? headline : (names[0] ?? Object.keys(metrics)[0] ?? "");
-  $("residual-of").replaceChildren(...(names.length ? names : [residualOf]).map((name) => element("option", { value: name, textContent: judgedName(name) })));
+  fill($("residual-of"), ...(names.length ? names : [residualOf]).map((name) => element("option", { value: name, textContent: judgedName(name) })));
   $("residual-of").value = residualOf;
+  better();
+}
+
+function better() {
+  const known = page.forecast.metrics[residualOf];
+  $("better").textContent = ["nats/token", "bits/byte"].includes(known?.unit) ? " Of losses, below 0 is better." : "";
 }
 
 function residual(place) {
@@ -225,13 +238,13 @@ function rungs() {
   if ($("ladder").dataset.first !== String(first)) { $("ladder").dataset.first = String(first); $("ladder").open = first; }
   if (first && page.summary.state === "planned") notice(`The ladder comes first: ${ladder.finished} of ${all.length} rungs are finished. What ${page.name} itself records appears here with its first updates.`);
   $("ladder-title").textContent = `Ladder of ${page.name}: ${climbing ? `${ladder.finished} of ${all.length} rungs finished` : `all ${all.length} rungs finished`}`;
-  $("rungs").replaceChildren(...all.map((rung) => {
+  fill($("rungs"), ...all.map((rung) => {
     const done = Math.round(100 * (rung.progress ?? 0)), bar = element("div", { className: "progress small", role: "progressbar", ariaValueNow: String(done), ariaValueMin: "0", ariaValueMax: "100", ariaLabel: `Progress of ${rung.name}` }, element("div"));
     bar.firstChild.style.width = `${done}%`;
     const name = rung.state === "planned" && rung.step === null ? element("span", { textContent: rung.rung ?? rung.name }) : element("a", { href: `?run=${encodeURIComponent(rung.name)}`, textContent: rung.rung ?? rung.name });
     const left = rung.state === "running" && rung.eta_s ? `, about ${duration(rung.eta_s)} left` : "";
     return element("tr", {}, element("th", { scope: "row" }, name), element("td", { className: "soft wide-only", textContent: PURPOSES[rung.purpose] ?? plain(rung.purpose) }), element("td", { className: "number wide-only", textContent: rung.width === null ? "–" : grouped(rung.width) }),
-      element("td", { className: "way-cell" }, element("div", {}, bar, element("span", { className: "soft", textContent: `${STATES[rung.state] ?? rung.state}${rung.step !== null ? `, ${grouped(rung.step)}${rung.steps ? ` of ${grouped(rung.steps)}` : ""}` : rung.steps ? `, ${grouped(rung.steps)} updates` : ""}${left}` }))),
+      element("td", { className: "way-cell" }, element("div", {}, bar, element("span", { className: "soft", textContent: `${STATES[rung.state] ?? rung.state}${rung.step !== null ? `, ${grouped(rung.step)}${rung.steps ? ` of ${grouped(rung.steps)} updates` : ""}` : rung.steps ? `, ${grouped(rung.steps)} updates` : ""}${left}` }))),
       element("td", { className: "number", textContent: figure(rung.macro_bpb, "bits/byte") }));
   }));
   if (climbing && new URLSearchParams(location.search).get("live") !== "off") ladderTimer = setTimeout(renewLadder, LADDER_MS);

@@ -60,6 +60,12 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
+function fill(node, ...children) {  // leaves alone what is there already, with the reader's focus and what was opened
+  const made = node.cloneNode(false);
+  made.append(...children);
+  if (!made.isEqualNode(node)) node.replaceChildren(...made.childNodes);
+}
+
 const pairs = (entries) => element("dl", { className: "pairs" }, ...entries.flatMap(([key, value]) => [element("dt", { textContent: key }), element("dd", { textContent: value })]));
 
 // ---- reading ----------------------------------------------------------------------------------
@@ -67,7 +73,7 @@ const pairs = (entries) => element("dl", { className: "pairs" }, ...entries.flat
 async function ask(path) {
   const answer = await fetch(path);
   const body = await answer.json();
-  if (!answer.ok) throw new Error(body.error);
+  if (!answer.ok) throw Object.assign(new Error(body.error), { status: answer.status });
   return body;
 }
 
@@ -82,12 +88,15 @@ async function start() {
   }
   if (list.failed) notice("The page's server does not answer; the run may have ended. Retrying.");
   if (!list.runs.length) return setTimeout(start, POLL_MS);
-  const names = list.runs.map((run) => run.name);
   page.name = asked || list.default;
-  $("picker").hidden = names.length < 2 && names.includes(page.name);
-  $("runs").replaceChildren(...listed(list.runs));
-  $("runs").value = page.name;
+  pick(list);
   await load();
+}
+
+function pick({ runs }) {
+  $("picker").hidden = runs.length < 2 && runs[0].name === page.name;
+  fill($("runs"), ...listed(runs));
+  $("runs").value = page.name;
 }
 
 function listed(runs) {  // rungs under their hero, so that they do not bury it
@@ -100,23 +109,25 @@ function listed(runs) {  // rungs under their hero, so that they do not bury it
 
 async function load() {
   if (page.stop) page.stop();
+  const first = !page.about;
   try {
     const about = await ask(runPath());
     const shown = Object.entries(about.metrics).filter(([name, metric]) => metric.panel || name === "throughput/total_tokens").map(([name]) => name);
     const body = shown.length ? await ask(runPath(`/series?buckets=${BUCKETS}&metrics=${encodeURIComponent(shown.join(","))}`)) : { metrics: {} };
     Object.assign(page, { about, series: body.metrics, summary: about.summary, zoom: {}, skew: Date.now() / 1000 - about.now });
     await readForecast();
+    if (!first) pick(await ask("api/runs"));
   } catch (error) {
     $("name").textContent = page.name;
     notice(`${error.message}. Trying again.`);
     return setTimeout(load, POLL_MS);
   }
   notice("");
+  page.lost = false;
   for (const id of ["tools", "facts", "config-section"]) $(id).hidden = false;
   cards();
   tell();
-  judgement();
-  rungs();
+  besides();
   facts();
   redraw();
   watch(page.about.position);
@@ -124,28 +135,35 @@ async function load() {
 
 function watch(position) {
   let timer = 0, source = null, fails = 0;
-  const poll = () => {
+  const every = (look) => {
     timer = setTimeout(async () => {
-      try {
-        const news = await ask(runPath(`/news?after=${encodeURIComponent(position)}`));
-        position = news.position;
-        apply(news);
-      } catch { lost(); }
-      if (timer) poll();
+      try { await look(); } catch (error) { if (error.status) return load(); lost(); }  // a refusal: the run is gone, or is another by now
+      if (timer) every(look);
     }, POLL_MS);
+  };
+  const poll = () => every(async () => {
+    const news = await ask(runPath(`/news?after=${encodeURIComponent(position)}`));
+    position = news.position;
+    apply(news);
+  });
+  const begins = async () => {
+    const about = await ask(runPath());
+    if (about.position || about.forecast !== page.mark) return load();
+    if (page.lost) { page.lost = false; fresh(); }
   };
   page.stop = () => { clearTimeout(timer); timer = 0; source?.close(); };
   const asked = new URLSearchParams(location.search).get("live");
   if (asked === "off") return;
-  if (!position) return void (timer = setTimeout(load, POLL_MS));  // a hero whose ladder comes first: its folder is not there yet
+  if (!position) return every(begins);  // a hero whose ladder comes first: its folder is not there yet
   // A headless browser takes its picture once no request is open, so it gets no endless one.
   if (asked === "poll" || !window.EventSource || (asked !== "stream" && /Headless/.test(navigator.userAgent))) return poll();
   source = new EventSource(runPath(`/stream?after=${encodeURIComponent(position)}`));
   source.onmessage = (event) => { fails = 0; const news = JSON.parse(event.data); position = news.position; apply(news); };
-  source.onerror = () => { lost(); if (++fails === 3) { source.close(); poll(); } };
+  source.onerror = () => { lost(); if (++fails === 3 || source.readyState === EventSource.CLOSED) { source.close(); poll(); } };
 }
 
-function apply(news) {
+function apply(news) {  // a connection is told at once what came before it, mostly nothing; some of it may be known
+  const { state } = page.summary;
   Object.assign(page, { summary: news.summary, lost: false });
   page.skew = Date.now() / 1000 - news.now;
   const again = news.missed || news.lineage.length || news.rows.some(([, row]) => Object.keys(row).some((name) => !(name in page.series)));
@@ -158,11 +176,13 @@ function apply(news) {
       for (const part of ["mean", "low", "high"]) one[part]?.push(value);
     }
   }
-  page.about.events.push(...news.events);
+  const key = (event) => `${event.time} ${event.step} ${event.kind}`, known = new Set(news.events.length ? page.about.events.map(key) : []);
+  const added = news.events.filter((event) => !known.has(key(event)));
+  page.about.events.push(...added);
   tell();
   if (news.forecast !== page.mark) renewForecast(news.forecast);
-  if (news.events.length) facts();
-  redraw();
+  if (added.length) facts();
+  if (news.rows.length || added.length || state !== page.summary.state) redraw();
 }
 
 function lost() { page.lost = true; fresh(); }
@@ -228,7 +248,7 @@ function tiles() {
     ["Use of the hardware", mean("throughput/mfu"), "share", chip ? `of the peak of ${chip}` : "of the peak", "throughput/mfu"],
     ["Dropped", mean("moe/drop_fraction"), "share", "of token-expert pairs", "moe/drop_fraction"],
   ];
-  $("tiles").replaceChildren(...made.map(([title, value, unit, note, name]) => {
+  fill($("tiles"), ...made.map(([title, value, unit, note, name]) => {
     const number = element("div", { className: "figure", textContent: figure(value, unit) });
     if (unit !== "share" && value !== null) number.append(element("span", { className: "unit", textContent: unit }));
     const body = element("dd", {}, number, element("div", { className: "note", textContent: value === null && page.summary.step === null ? "not yet" : note }));
@@ -263,8 +283,19 @@ function cards() {  // one figure per panel, made once
     const wide = ["loss", "heldout"].includes(panel.key);
     $(`${panel.place}-charts`).append(element("figure", { className: `card${wide ? " wide" : ""}` }, caption, chart));
     sight.observe(chart);
+    sizes.observe(chart);
   }
 }
+
+let resizing = 0;
+const sizes = new ResizeObserver((entries) => {  // also of a neighbour in the row, a fold, a turned phone
+  for (const { target, contentRect: { width, height } } of entries) {
+    const now = target.layout;
+    if (now && width && (Math.abs(now.width - width) > 1 || Math.abs(now.height - height) > 1)) page.dirty.add(target.id.replace("chart-", ""));
+  }
+  clearTimeout(resizing);
+  resizing = setTimeout(flush, 80);
+});
 
 const sight = new IntersectionObserver((entries) => {  // only what is on the screen is drawn
   for (const entry of entries) page.seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
@@ -282,11 +313,19 @@ function flush() {
   waiting = 0;
   if (!page.about || document.hidden) return;
   flushed = Date.now();
-  for (const panel of [...(page.forecast.bands ? [DISTANCE] : []), ...page.about.panels]) {
+  for (const panel of shown()) {
     if (!page.dirty.has(panel.key) || !page.seen.has(`chart-${panel.key}`)) continue;
     page.dirty.delete(panel.key);
     draw(panel, $(`chart-${panel.key}`));
   }
+}
+
+const shown = () => [...(page.forecast.bands ? [DISTANCE] : []), ...page.about.panels];
+
+function paper(printed) {  // what is printed is light, as narrow as a sheet, and has all its charts
+  if (!page.about) return;
+  if (printed) document.documentElement.dataset.paper = ""; else delete document.documentElement.dataset.paper;
+  for (const panel of shown()) if ($(`chart-${panel.key}`).checkVisibility()) draw(panel, $(`chart-${panel.key}`));
 }
 
 function across(step) {  // a step's place on the horizontal axis
@@ -359,7 +398,7 @@ const STYLES = {
       return lineOf(name, panel, { color: color(`c${turn % 8}`), dash: turn < 8 ? "solid" : "dot" });
     });
     const marks = references(panel);
-    const annotations = marks.map(([y, text]) => ({ xref: "paper", x: 1, xanchor: "right", y, yanchor: "bottom", text, showarrow: false, font: { size: 11, color: color("soft") } }));
+    const annotations = marks.map(([y, text], i) => ({ xref: "paper", x: 1 - (i % 2), xanchor: i % 2 ? "left" : "right", y, yanchor: "bottom", text, showarrow: false, bgcolor: faint(color("card"), 0.75), borderpad: 0, font: { size: 11, color: color("soft") } }));
     return { data, annotations, shapes: marks.map(([y]) => level(y, color("soft"), "dash")), include: marks.map(([y]) => y) };
   },
   band(panel, names) {
@@ -428,6 +467,7 @@ function draw(panel, place) {
     Plotly.purge(place);
     const over = recorded && page.summary.state !== "running";
     const text = over ? "Nothing of this was recorded." : panel.style === "sources" ? "The first evaluation of held-out text will be drawn here." : `${panel.title} will be drawn here from the first update on.`;
+    place.setAttribute("aria-label", text);
     return place.replaceChildren(element("p", { className: "empty", textContent: text }));
   }
   place.querySelector(".empty")?.remove();
@@ -440,12 +480,13 @@ function plot(panel, place, made) {
   const happened = moments(), legend = made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap");
   const lines = happened.map(([step]) => ({ type: "line", yref: "paper", y0: 0, y1: 1, x0: across(step), x1: across(step), line: { color: faint(color("soft"), 0.55), width: 1, dash: "dot" }, layer: "below" }));
   const labels = panel.style !== "smooth" ? [] : happened.map(([step, text]) => ({ x: across(step), yref: "paper", y: 1, yanchor: "top", xanchor: "left", textangle: 90, text, showarrow: false, font: { size: 11, color: color("soft") } }));
+  place.style.setProperty("--rows", Math.max(0, rowsOf(legend.map((trace) => trace.name.length), place.clientWidth, panel.style === "lines") - 2));
   const axis = { gridcolor: color("line"), linecolor: color("line"), zeroline: false, automargin: true, tickfont: { size: 11.5 } };
   const layout = {
-    margin: { l: 48, r: 12, t: 6, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    width: place.clientWidth, height: place.clientHeight, margin: { l: 48, r: 12, t: 6, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
     hovermode: "x unified", hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12.5 } },
-    showlegend: legend.length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(legend.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: 68 } : { font: { size: 12 } }) },
+    showlegend: legend.length > 1, legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", itemwidth: 30, ...(legend.length > 4 && panel.style === "lines" ? { font: { size: 11 }, entrywidth: entry(Math.max(...legend.map((trace) => trace.name.length))) } : { font: { size: 12 } }) },
     xaxis: { ...axis, showgrid: false, ticks: "outside", tickcolor: color("line"), title: { text: { tokens: "tokens", step: "update", share: "share of the run" }[page.axis], font: { size: 12 }, standoff: 6 }, exponentformat: "B", rangemode: "nonnegative", ...(page.axis === "share" ? { tickformat: ".0%", hoverformat: ".1%" } : page.axis === "step" ? { tickformat: ",d" } : {}), nticks: 7, range: made.until === undefined ? undefined : [0, made.until] },
     yaxis: { ...axis, type: panel.scale === "log" && panel.style !== "heat" ? "log" : undefined, tickformat: panel.unit === "share" ? "~%" : "~g", range: panel.style === "heat" ? undefined : frame(panel, made), nticks: 6, minor: { showgrid: false } },
     shapes: [...(made.shapes ?? []), ...lines], annotations: [...(made.annotations ?? []), ...labels], modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("accent") }, uirevision: `${page.name} ${page.axis}`, dragmode: "zoom",
@@ -453,8 +494,15 @@ function plot(panel, place, made) {
   if (panel.unit === "tokens/s") layout.yaxis.tickformat = "~s";
   if (layout.yaxis.type === "log" && layout.yaxis.range) Object.assign(layout.yaxis, { tickmode: "array", tickvals: decades(layout.yaxis.range) });
   for (const [key, value] of Object.entries(made.layout ?? {})) Object.assign(layout[key], value);
-  const config = { responsive: true, displaylogo: false, doubleClick: "reset+autosize", plotlyServerURL: "", displayModeBar: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d", "autoScale2d"]], toImageButtonOptions: { filename: `${page.name} ${panel.key}`, scale: 2 } };
+  const config = { displaylogo: false, doubleClick: "reset+autosize", plotlyServerURL: "", displayModeBar: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d", "autoScale2d"]], toImageButtonOptions: { filename: `${page.name} ${panel.key}`, scale: 2 } };
   Plotly.react(place, made.data, layout, config);
+}
+
+const entry = (letters) => Math.max(62, Math.ceil(6.3 * letters));
+
+function rowsOf(letters, width, lines) {  // how many rows a legend will have, so that they do not take the room of the curves
+  const wide = lines && letters.length > 4 ? entry(Math.max(...letters)) + 36 : 7 * Math.max(...letters, 0) + 44, room = width - 60;
+  return lines && letters.length > 4 || letters.reduce((sum, count) => sum + 7 * count + 44, 0) > room ? Math.ceil(letters.length / Math.max(1, Math.floor(room / wide))) : 1;
 }
 
 async function zoomed(panel, place, change) {  // a closer look reads finer buckets
@@ -477,7 +525,7 @@ async function zoomed(panel, place, change) {  // a closer look reads finer buck
 function facts() {
   const { run, plan, code, environment, events, lineage } = page.about;
   $("plan").replaceChildren(...planned(plan));
-  $("happened").replaceChildren(history(events, lineage));
+  fill($("happened"), history(events, lineage));
   const groups = Object.entries(run).filter(([, part]) => part && typeof part === "object" && !Array.isArray(part));
   const loose = Object.entries(run).filter(([, part]) => !part || typeof part !== "object");
   const machine = Object.entries(environment ?? {}).filter(([key]) => key !== "packages");
@@ -540,8 +588,11 @@ function lineageText({ kind, attempt, fields }) {
 
 for (const input of document.querySelectorAll("input[name=axis]")) input.addEventListener("change", () => { page.axis = input.value; page.zoom = {}; flushed = 0; if (page.about) redraw(); });
 $("runs").addEventListener("change", () => { location.search = `?run=${encodeURIComponent($("runs").value)}`; });
-$("residual-of").addEventListener("change", () => { residualOf = $("residual-of").value; draw(DISTANCE, $("chart-residual")); });
+$("residual-of").addEventListener("change", () => { residualOf = $("residual-of").value; better(); draw(DISTANCE, $("chart-residual")); });
 sight.observe($("chart-residual"));
+sizes.observe($("chart-residual"));
+addEventListener("beforeprint", () => paper(true));
+addEventListener("afterprint", () => paper(false));
 $("more").addEventListener("toggle", () => { flushed = 0; if (page.about) redraw(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { flushed = 0; if (page.about) redraw(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) flush(); });
