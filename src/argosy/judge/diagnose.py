@@ -62,7 +62,7 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
         answer["ahead"] = float(f"{ordered[0]['weight'] / second:.3g}") if second else None
     answer["differences"] = verdict.differences(bodies, log)[0]
     answer["metrics"] = [told(d) for d in sorted(out.values(), key=lambda d: (-abs(d.sigmas), d.since))]
-    answer["why"] = why(answer, ordered, len(out))
+    answer["why"] = why(answer, ordered, out)
     answer["groups"] = ordered
     answer["nearest"] = nearest(log, run, first)
     answer["branch"] = branch(answer, ordered, log, run)
@@ -71,7 +71,7 @@ def diagnose(home: Path, name: str) -> dict[str, Any]:
 
 def first_of(out: dict[str, D.Departure], groups: Sequence[dict[str, Any]]) -> int | None:
     """The first update of what departed: of groups by their strongest sign, of metrics that are dated well, twice `SURE` or the surest."""
-    departed = [d for d in out.values() if abs(d.sigmas) >= D.SURE]
+    departed = [d for d in out.values() if D.departs(d)]
     enough = min(2 * D.SURE, max((abs(d.sigmas) for d in departed), default=0.0))
     dated = [d.since for d in departed if abs(d.sigmas) >= enough]
     return min([g["since"] for g in groups if g["since"] is not None] + dated, default=None)
@@ -84,9 +84,9 @@ def interval(found: dict[str, D.Residual]) -> int:
 
 
 def told(d: D.Departure) -> dict[str, Any]:
-    sure = abs(d.sigmas) >= D.SURE
+    departs = D.departs(d)
     numbers = {"change": d.change, "sigmas": d.sigmas, "widths_out": d.widths}
-    return {"metric": d.metric, "departed": sure, "since_step": d.since if sure else None} | {
+    return {"metric": d.metric, "departed": departs, "since_step": d.since if departs else None} | {
         k: float(f"{v:.4g}") for k, v in numbers.items()
     }
 
@@ -200,19 +200,23 @@ def branch(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], log: logs.
     }
 
 
-def why(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], count: int) -> str:
-    if not count:
+def why(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], out: dict[str, D.Departure]) -> str:
+    if not out:
         return f"the run has fewer than {D.LEAST} evaluations that the forecast covers: too early to say"
     if answer["departed"] and answer["likeliest"] is None:
         return f"metrics depart since update {answer['first_step']:,}, but none of data, routing, optimizer and implementation by itself"
     if answer["likeliest"] is None:
-        return f"nothing departs: {count} metrics follow the registered forecast up to update {answer['last_step']:,}"
+        text = f"nothing departs for sure of {len(out)} metrics that are held against their forecast up to update {answer['last_step']:,}"
+        if beyond := [d.metric for d in out.values() if d.widths]:
+            more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+            text += f"; beyond its band now, as one in ten may be: {', '.join(beyond[:3])}{more}"
+        within = [d for d in out.values() if D.sure(d)]
+        if within:
+            most = max(within, key=lambda d: abs(d.sigmas))
+            text += f"; within its band {most.metric} moved most, by {math.expm1(most.change):+.1%} since update {most.since:,}"
+        return text
     ahead = f", {answer['ahead']:.1f} times {ordered[1]['group']}" if answer["ahead"] else ", alone"
-    likely = f"most likely {answer['likeliest']}{ahead}: {ordered[0]['signs'][0]}"
-    departed = [m for m in answer["metrics"] if m["departed"]]
-    if not departed or any(m["widths_out"] for m in departed):
-        return likely
-    return f"every metric is inside its band, so there may be nothing to explain; of what moved within them, {likely}"
+    return f"most likely {answer['likeliest']}{ahead}: {ordered[0]['signs'][0]}"
 
 
 # ---- for people ----------------------------------------------------------------------------------

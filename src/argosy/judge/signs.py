@@ -40,8 +40,8 @@ class Sign(NamedTuple):
 
 
 def sign(group: str, what: str, d: D.Departure, says: str = "") -> list[Sign]:
-    """A departure as a sign of a group, if it is sure."""
-    if abs(d.sigmas) < D.SURE:
+    """A change as a sign of a group, if it is sure."""
+    if not D.sure(d):
         return []
     text = f"{what} {math.expm1(d.change):+.1%} since update {d.since:,}" + (f", {says}" if says else "")
     return [Sign(group, what, d.since, min(abs(d.sigmas), MOST), text)]
@@ -75,7 +75,7 @@ def rates(log: logs.RunLog, run: spec.Run) -> list[Sign]:
 
 def alone(found: dict[str, D.Residual], out: dict[str, D.Departure], family: Sequence[str]) -> dict[str, D.Departure]:
     """Members of a family that depart from their forecast and from the others: peers may share less than the forecast thinks."""
-    return {m: d for m, d in D.peers(found, family).items() if abs(out[m].sigmas) >= D.SURE}
+    return {m: d for m, d in D.peers(found, family).items() if D.departs(out[m])}
 
 
 def of_sets(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> list[Sign]:
@@ -97,7 +97,7 @@ def of_routing(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> lis
             layer = LAYER.fullmatch(metric)
             signs += sign("routing", f"{what} of layer {layer.group(1) if layer else metric}", d, "against the other layers")
     for metric, d in out.items():
-        if ROUTING.fullmatch(metric) and not LAYER.fullmatch(metric):
+        if ROUTING.fullmatch(metric) and not LAYER.fullmatch(metric) and D.departs(d):
             signs += sign("routing", metric, d)
     return signs
 
@@ -109,7 +109,7 @@ def of_optimizer(found: dict[str, D.Residual], out: dict[str, D.Departure]) -> l
     for metric, d in alone(found, out, groups).items():
         signs += sign("optimizer", f"gradient of {metric.rpartition('/')[2]}", d, "against the other groups")
     for metric in ("grad/norm/total", "train/logit_z"):
-        if metric in out:
+        if metric in out and D.departs(out[metric]):
             signs += sign("optimizer", metric, out[metric])
     return signs
 
@@ -165,7 +165,8 @@ def growth_at(log: logs.RunLog, metric: str, total: int, shares: np.ndarray) -> 
 
 
 def of_speed(out: dict[str, D.Departure]) -> list[Sign]:
-    return [s for metric, d in out.items() if SPEED.fullmatch(metric) for s in sign("implementation", metric, d)]
+    far = [metric for metric, d in out.items() if SPEED.fullmatch(metric) and D.departs(d)]
+    return [s for metric in far for s in sign("implementation", metric, out[metric])]
 
 
 def in_common(found: dict[str, D.Residual], out: dict[str, D.Departure], signs: Sequence[Sign]) -> list[Sign]:
@@ -178,7 +179,7 @@ def in_common(found: dict[str, D.Residual], out: dict[str, D.Departure], signs: 
     if not sets or not training:
         return []
     typical = sorted(sets, key=lambda d: d.change)[len(sets) // 2]
-    moved = [d for d in sets if abs(d.sigmas) >= D.SURE and d.change * typical.change > 0]
+    moved = [d for d in sets if D.sure(d) and d.change * typical.change > 0]
     if len(moved) < 0.75 * len(sets):
         return []
     whole = " from the first evaluation on, so rather the ladder's law or a setting than an event" if not typical.before else ""
