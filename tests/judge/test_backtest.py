@@ -5,19 +5,15 @@ import math
 import numpy as np
 import pytest
 import synthetic
+from synthetic import HEADLINE
 
 from argosy.judge import backtest, fits, points
 from argosy.runs import pocket
 from argosy.track import log as logs
 
-HEADLINE, NATS, LOSS = "eval_dropless/stdlib/macro_bpb", "eval_dropless/prose/loss", "eval_dropless/prose/bpb"
+pytestmark = pytest.mark.usefixtures("quick")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with pytest.MonkeyPatch.context() as patch:
-        synthetic.quick(patch)
-        yield
+NATS, LOSS = "eval_dropless/prose/loss", "eval_dropless/prose/bpb"
 
 
 @pytest.fixture(scope="module")

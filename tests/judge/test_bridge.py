@@ -1,6 +1,5 @@
 """Bridges: a change of known effect, and the bands over it."""
 
-import hashlib
 import json
 import math
 import shutil
@@ -10,20 +9,17 @@ import numpy as np
 import pytest
 import synthetic
 from scipy import stats
+from synthetic import HEADLINE, few, sealed
 
 from argosy import cli, spec
 from argosy.judge import bridge, register, verify
 from argosy.runs import pocket
 from argosy.track import store
 
-HEADLINE = "eval_dropless/stdlib/macro_bpb"
-KEPT = (HEADLINE, "grad/norm/total")
+pytestmark = pytest.mark.usefixtures("quick")
+
 EFFECT, AT = -0.03, 0.3
 SIZES = ("d48", "d64", "d96")
-
-
-def few(name, done, row):
-    return {k: v for k, v in row.items() if k in KEPT}
 
 
 def mixed(run):
@@ -31,13 +27,6 @@ def mixed(run):
     weights = tuple((name, 20.0) for name, _ in run.data.phases[0].weights)
     phases = tuple(replace(phase, weights=weights) for phase in run.data.phases)
     return replace(run, data=replace(run.data, phases=phases))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with pytest.MonkeyPatch.context() as patch:
-        synthetic.quick(patch)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -117,20 +106,14 @@ def test_the_successor_says_what_it_is(made):
     assert first["identity"]["mixture"] != body["identity"]["mixture"]
 
 
-def rehashed(path, body, to):
-    kept = {k: v for k, v in body.items() if k != "sha256"}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    to.write_text(json.dumps(kept | {"sha256": digest}))
-    return to
-
-
 def test_verify_holds_and_finds_a_changed_pair(made, tmp_path):
     _, path, body = made
     found = verify.verify(path)
     assert found["ok"] and found["bridged"]
     other = json.loads(json.dumps(body))
     other["bridge"]["pairs"][0]["ratios"][HEADLINE][-1][1] += 1e-3
-    found = verify.verify(rehashed(path, other, tmp_path / "0002.json"))
+    (tmp_path / "0002.json").write_text(json.dumps(sealed(other)))
+    found = verify.verify(tmp_path / "0002.json")
     assert found["hash"] and not found["numbers"] and {"effect", "mean"} <= {d["what"] for d in found["differs"]}
 
 

@@ -166,11 +166,9 @@ def test_luck_between_seeds_widens_what_is_compared(tmp_path: Path):
     assert math.isclose(C.luck([a, b], ["grad/norm/total"]), 0.2 / math.sqrt(2), rel_tol=0.2)
 
 
-def test_the_whole_check_of_a_ladder_and_its_exit_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("quick")
+def test_the_whole_check_of_a_ladder_and_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Fails when a rung with a norm above 4 does not forbid the launch, or JSON, table and exit status disagree about it."""
-    synthetic.quick(monkeypatch)
     spoilt = scaled(6.0, "grad/norm/total", "grad/norm/readout")
 
     def fault(name: str, done: float, row: synthetic.Row) -> synthetic.Row:
@@ -189,9 +187,9 @@ def test_the_whole_check_of_a_ladder_and_its_exit_status(
     assert order == sorted(order, reverse=True)
 
 
-def test_sizes_that_are_not_finished_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("quick")
+def test_sizes_that_are_not_finished_are_none(tmp_path: Path):
     """Fails when unfinished and missing rungs are not told, or two finished sizes of four let a hero go."""
-    synthetic.quick(monkeypatch)
     ladders.save(tmp_path, "hero", pocket.run(), [RUNGS[n] for n in ("d32", "d48", "d64", "d96")])
     for name, until in (("d32", 1.0), ("d48", 1.0), ("d64", 0.6)):
         synthetic.sail(tmp_path, f"hero-{name}", RUNGS[name].run, until=until)

@@ -10,27 +10,19 @@ import numpy as np
 import pytest
 import synthetic
 from PIL import Image
+from synthetic import HEADLINE, few
 
 from argosy import cli, spec
 from argosy.judge import plot, points, register, verdict
 from argosy.plan import flops
 
-HEAD = "eval_dropless/stdlib/macro_bpb"
-
-
-def few(name, done, row):
-    """Two metrics: fits are what costs here."""
-    return {k: v for k, v in row.items() if k in (HEAD, "grad/norm/total", "train/loss")}
-
 
 @pytest.fixture(scope="module")
-def voyaged(tmp_path_factory):
+def voyaged(tmp_path_factory, quick):
     """A store with a ladder, a forecast and the hero at 45%, judged."""
     home = tmp_path_factory.mktemp("plotted")
-    with pytest.MonkeyPatch.context() as patch:
-        synthetic.quick(patch)
-        hero = synthetic.voyage(home, fault=few)
-        register.register(home, "hero")
+    hero = synthetic.voyage(home, fault=few)
+    register.register(home, "hero")
     synthetic.sail(home, "hero", hero, 0.45, fault=few)
     verdict.judge(home, "hero")
     return home, hero
@@ -41,12 +33,12 @@ def test_the_picture_holds_what_was_registered_and_measured(voyaged):
     home, hero = voyaged
     made = plot.picture(home, "hero")
     body = register.newest(home, "hero")
-    assert made.metric == HEAD and made.unit == "bits/byte"
+    assert made.metric == HEADLINE and made.unit == "bits/byte"
     assert [c.name for c in made.rungs if c.purpose == "size"] == ["hero-d32", "hero-d48", "hero-d64", "hero-d96"]
     for curve in made.rungs:
         assert curve.share[-1] == 1 and (np.diff(curve.flops) > 0).all()
         np.testing.assert_allclose(curve.law[1:], curve.value[1:], rtol=0.02)  # the law that they were made from fits them
-    rows = [row for row in body["forecast"]["rows"] if row["metric"] == HEAD and row["mean"] is not None]
+    rows = [row for row in body["forecast"]["rows"] if row["metric"] == HEADLINE and row["mean"] is not None]
     np.testing.assert_allclose(made.band["hi90"], [row["hi90"] for row in rows])
     np.testing.assert_allclose(made.band["flops"], [row["step"] * flops.train_step(hero, readout=False) for row in rows])
     total = spec.steps(hero)
@@ -79,7 +71,7 @@ def test_json_is_what_the_page_draws(voyaged, tmp_path, capsys, monkeypatch):
     told = json.loads(capsys.readouterr().out)
     written = json.loads((voyaged[0] / "forecasts" / "hero" / "page.json").read_text())
     assert {key: told[key] for key in written} == written
-    assert told["headline"] == HEAD and told["metrics"][HEAD]["panel"] == "heldout"
+    assert told["headline"] == HEADLINE and told["metrics"][HEADLINE]["panel"] == "heldout"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,5 @@
 """A registered forecast: what it holds, and that it cannot be changed quietly."""
 
-import hashlib
 import json
 import queue
 import shutil
@@ -11,26 +10,14 @@ from dataclasses import replace
 
 import pytest
 import synthetic
+from synthetic import HEADLINE, few, sealed
 
 from argosy import cli, spec, voyage
 from argosy.judge import fits, ladders, points, register, verdict, verify
 from argosy.runs import pocket
 from argosy.track import store
 
-HEADLINE = "eval_dropless/stdlib/macro_bpb"
-KEPT = (HEADLINE, "grad/norm/total")
-
-
-def few(name, done, row):
-    """Two metrics: fits are what costs here."""
-    return {k: v for k, v in row.items() if k in KEPT}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with pytest.MonkeyPatch.context() as patch:
-        synthetic.quick(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +47,8 @@ def changed(path, old, new, rehash):
     text = path.read_text()
     assert old in text
     body = json.loads(text.replace(old, new, 1))
-    if rehash:
-        kept = {k: v for k, v in body.items() if k != "sha256"}
-        body["sha256"] = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     other = path.with_name("changed.json")
-    other.write_text(json.dumps(body))
+    other.write_text(json.dumps(sealed(body) if rehash else body))
     return other
 
 
@@ -81,8 +65,7 @@ def test_it_holds_what_it_rests_on(made):
     assert all(r["finished"] and r["steps"] == r["steps_total"] for r in body["ladder"])
     assert len(body["data"]["target"]) == len(body["forecast"]["rows"]) == 40
     assert len(body["data"]["points"]) == 6 * 20 * 2
-    kept = json.dumps({k: v for k, v in body.items() if k != "sha256"}, sort_keys=True, separators=(",", ":"))
-    assert body["sha256"] == hashlib.sha256(kept.encode()).hexdigest()
+    assert body == sealed(body)
     assert body["sha256"] in register.line(body) and "0001" in register.line(body)
 
 
@@ -335,10 +318,8 @@ def test_a_file_that_was_tampered_with_in_any_place_is_told_in_words(made, no_fi
             if inner[place[-1]] == value or (place == ("data", "points")):
                 continue  # the refit is a stand-in here, which reads no points
             inner[place[-1]] = value
-            kept = {k: v for k, v in other.items() if k != "sha256"}
-            digest = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
             path = tmp_path / "0001.json"
-            path.write_text(json.dumps(kept | {"sha256": digest}))
+            path.write_text(json.dumps(sealed(other)))
             try:
                 found = verify.verify(path)
             except ValueError as error:
@@ -363,10 +344,8 @@ def test_a_forged_inside_is_said_by_who_judges(made, tmp_path, part):
         block["matrix"] = [[-v for v in line] for line in block["matrix"]]
     else:
         body[part] = {"identity": {}, "bridge": {}, "ladder": [1]}[part]
-    kept = {k: v for k, v in body.items() if k != "sha256"}
-    body["sha256"] = hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     folder = tmp_path / "forecasts" / "hero"
     folder.mkdir(parents=True)
-    (folder / "0001.json").write_text(json.dumps(body))
+    (folder / "0001.json").write_text(json.dumps(sealed(body)))
     with pytest.raises(ValueError, match="is not as argosy forecast register writes it"):
         register.newest(tmp_path, "hero")

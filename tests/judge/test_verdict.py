@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import synthetic
 from rich.console import Console
+from synthetic import HEADLINE
 
 from argosy import cli, spec, voyage
 from argosy.judge import points, register, verdict
@@ -20,7 +21,6 @@ from argosy.runs import pocket
 from argosy.track import log as logs
 from argosy.track import store
 
-HEAD = "eval_dropless/stdlib/macro_bpb"
 FEW = re.compile(r"eval_dropless/(stdlib/macro_bpb|topics/bpb)|train/loss|grad/norm/total|moe/drop_fraction|throughput/mfu")
 
 
@@ -102,22 +102,22 @@ def test_a_calm_run_is_on_track_and_its_numbers_are_those_of_file_and_log(home, 
     body = register.newest(home, "hero")
     assert body is not None
     assert set(found["metrics"]) == {row["metric"] for row in body["forecast"]["rows"]}
-    log, one = logs.read(home / "runs/hero"), found["metrics"][HEAD]
-    step, actual = log.last(HEAD)
-    row = next(r for r in body["forecast"]["rows"] if r["metric"] == HEAD and r["step"] == step)
+    log, one = logs.read(home / "runs/hero"), found["metrics"][HEADLINE]
+    step, actual = log.last(HEADLINE)
+    row = next(r for r in body["forecast"]["rows"] if r["metric"] == HEADLINE and r["step"] == step)
     assert (one["step"], one["actual"]) == (step, actual)
     for key in ("mean", "lo90", "hi90"):
         assert math.isclose(one[key], row[key], rel_tol=1e-9)
     assert one["residual"][-1] == [step, pytest.approx(actual / row["mean"] - 1, abs=1e-5)]
-    last = [r for r in body["forecast"]["rows"] if r["metric"] == HEAD][-1]
+    last = [r for r in body["forecast"]["rows"] if r["metric"] == HEADLINE][-1]
     then, now = found["end"]["registered"], found["end"]["updated"]
     assert (then["step"], then["mean"], then["lo90"]) == (last["step"], last["mean"], last["lo90"])
     assert now["hi90"] - now["lo90"] < then["hi90"] - then["lo90"]  # half a run says something of the rest
-    truth = synthetic.evaluation(hero, "hero", spec.steps(hero), 0)[HEAD]  # with this run's luck
+    truth = synthetic.evaluation(hero, "hero", spec.steps(hero), 0)[HEADLINE]  # with this run's luck
     assert now["lo90"] < truth < now["hi90"]
     drawn = page(home)
-    assert drawn["verdict"] == json.loads(json.dumps(found)) and drawn["updated"][HEAD]["step"][0] > step
-    assert drawn["bands"][HEAD]["mean"] == [r["mean"] for r in body["forecast"]["rows"] if r["metric"] == HEAD]
+    assert drawn["verdict"] == json.loads(json.dumps(found)) and drawn["updated"][HEADLINE]["step"][0] > step
+    assert drawn["bands"][HEADLINE]["mean"] == [r["mean"] for r in body["forecast"]["rows"] if r["metric"] == HEADLINE]
     cli.main(["forecast", "judge", "hero", "--home", str(home), "--json"])
     assert json.loads(capsys.readouterr().out)["verdict"] == "on track"
 
@@ -136,7 +136,7 @@ def test_an_excess_that_stays_is_seen_and_the_command_says_so(home, hero, capsys
     found = verdict.judge(home, "hero")
     ends = [s for s in points.evaluation_steps(hero) if s >= 0.4 * spec.steps(hero)]
     assert (found["verdict"], found["since_step"]) == ("off", ends[0])
-    assert found["metrics"][HEAD]["widths_out"] > 1 and found["metrics"][HEAD]["shift"] == pytest.approx(
+    assert found["metrics"][HEADLINE]["widths_out"] > 1 and found["metrics"][HEADLINE]["shift"] == pytest.approx(
         math.expm1(0.25), rel=0.1
     )
     with pytest.raises(SystemExit) as left:
@@ -169,22 +169,24 @@ def test_a_loss_that_is_no_number_is_off(home, hero):
     synthetic.sail(home, "hero", hero, 0.5, fault=bad)
     found = verdict.judge(home, "hero")
     assert found["verdict"] == "off" and found["why"].startswith("train/loss is not a finite number since update 308")
-    assert found["metrics"]["train/loss"]["actual"] is None and found["metrics"][HEAD]["verdict"] == "on track"
+    assert found["metrics"]["train/loss"]["actual"] is None and found["metrics"][HEADLINE]["verdict"] == "on track"
 
 
 @pytest.mark.parametrize("value", [0.0, -1.3])
 def test_a_loss_that_is_not_positive_is_off(home, hero, value):
-    bad = lambda _, done, row: {k: value if k == HEAD and done > 0.25 else v for k, v in row.items()}  # noqa: E731
+    bad = lambda _, done, row: {k: value if k == HEADLINE and done > 0.25 else v for k, v in row.items()}  # noqa: E731
     synthetic.sail(home, "hero", hero, 0.5, fault=bad)
     found = verdict.judge(home, "hero")
-    assert found["verdict"] == "off" and found["why"].startswith(f"{HEAD} is not a positive number since update 308")
+    assert found["verdict"] == "off" and found["why"].startswith(f"{HEADLINE} is not a positive number since update 308")
 
 
 def test_one_bad_set_makes_a_run_behind_and_is_named(home, hero):
     bad = lambda _, done, row: {k: v * (1.6 if "topics" in k and done > 0.3 else 1) for k, v in row.items()}  # noqa: E731
     synthetic.sail(home, "hero", hero, 0.6, fault=bad)
     found = verdict.judge(home, "hero")
-    assert found["metrics"][HEAD]["verdict"] == "on track" and found["metrics"]["eval_dropless/topics/bpb"]["verdict"] == "off"
+    assert (
+        found["metrics"][HEADLINE]["verdict"] == "on track" and found["metrics"]["eval_dropless/topics/bpb"]["verdict"] == "off"
+    )
     assert found["verdict"] == "behind" and found["why"].startswith("eval_dropless/topics/bpb is off since update")
     assert words(home).index("topics/bpb") < words(home).rindex("macro_bpb")  # worst first
 
@@ -203,7 +205,7 @@ def test_another_run_is_not_comparable_and_what_differs_is_named(home, hero):
     assert (found["verdict"], found["since_step"], len(found["differences"])) == ("not comparable", 0, 1)
     assert re.match(r"schedule is .* x1, .*, registered .* x2, ", found["differences"][0])
     assert found["end"]["updated"] is None and page(home)["updated"] == {}
-    assert found["metrics"][HEAD]["verdict"] == "not comparable"
+    assert found["metrics"][HEADLINE]["verdict"] == "not comparable"
 
 
 def test_another_corpus_is_not_comparable(home, hero):
