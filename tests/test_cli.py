@@ -5,19 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from commands import call
 
-from argosy import cli, runs
-
-
-def call(capsys, *argv):
-    """Exit status, standard output, standard error."""
-    try:
-        cli.main(list(map(str, argv)))
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    out = capsys.readouterr()
-    return status, out.out, out.err
+from argosy import runs
 
 
 def test_the_reference_run_in_json_to_the_last_digit(capsys):

@@ -1,12 +1,12 @@
 """A ladder as it is climbed: killed, stopped, resumed, finished; the rungs end as if nobody had disturbed them."""
 
 import json
-import random
 import re
 import signal
 import subprocess
 import sys
 
+import commands
 import pytest
 
 from argosy import cli, spec, voyage
@@ -52,13 +52,7 @@ def finished(home, name):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    draw = random.Random(0)
-    words = ["sail", "wind", "rope", "deck", "mast", "keel", "tide", "star", "port", "crew"]
-    texts = [" ".join(draw.choices(words, k=60)) + f" {i}." for i in range(80)]
-    (home / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    cli.main(["data", "build", str(home / "words.jsonl"), "--name", "words", "--vocab", "320", "--home", str(home)])
-    return home
+    return commands.make(tmp_path_factory.mktemp("home"), 100)
 
 
 def until(process, pattern):

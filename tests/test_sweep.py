@@ -1,50 +1,20 @@
 """`argosy sweep` as its user meets it: trained for real, killed, interrupted, gone on with, and left alone once finished."""
 
 import json
-import random
 import re
 import signal
-import subprocess
-import sys
 
+import commands
 import pytest
+from commands import files, finished, spawn
 
 pytestmark = pytest.mark.slow
-
-RECIPE = """
-from argosy import runs, spec
-
-
-def run():
-    return spec.override(runs.find("pocket"), [
-        "model.vocab=320", "model.width=32", "model.layers=2", "model.head_width=8", "model.window=8", "model.gate_rank=4",
-        "moe.experts=8", "moe.experts_per_token=2", "moe.hidden=16", "moe.latent_width=16", "moe.shared_hidden=16",
-        "data.corpus=words", "data.seq_len=32", "data.batch_seqs=4", "data.max_epochs=100", "optim.horizon_tokens=12800",
-        "evals.tokens_per_set=256", "evals.batch_seqs=4", "evals.every_frac=0.5", "compute.readout_block_tokens=64",
-        'data.phases=[{"name": "main", "until_frac": 1.0, "weights": {"words": 1}}]',
-    ])
-"""
 
 
 @pytest.fixture
 def home(tmp_path):
     """A home with a recipe and a corpus."""
-    (tmp_path / "tiny.py").write_text(RECIPE)
-    draw = random.Random(0)
-    words = ["sail", "wind", "rope", "deck", "mast", "keel", "tide", "star", "port", "crew"]
-    texts = [" ".join(draw.choices(words, k=60)) + f" {i}." for i in range(80)]
-    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    done = finished(tmp_path, "data", "build", str(tmp_path / "words.jsonl"), "--name", "words", "--vocab", "320")
-    assert done.returncode == 0, done.stderr
-    return tmp_path
-
-
-def command(home, *words):
-    return [sys.executable, "-m", "argosy.cli", *words, "--home", str(home)]
-
-
-def finished(home, *words):
-    return subprocess.run(command(home, *words), capture_output=True, text=True, check=False, timeout=600)
+    return commands.make(tmp_path, 100)
 
 
 def sweep(home):
@@ -53,7 +23,7 @@ def sweep(home):
 
 def ended_by(home, number, signal_number):
     """A sweep that gets a signal once an update of its run of this number is told of."""
-    process = subprocess.Popen(command(home, *sweep(home)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = spawn(home, *sweep(home))
     for line in process.stderr:
         if re.match(rf"run {number} of 4, \S+: \d+/\d+ ", line):
             break
@@ -62,10 +32,6 @@ def ended_by(home, number, signal_number):
     process.send_signal(signal_number)
     process.communicate(timeout=300)
     return process.returncode
-
-
-def files(folder):
-    return {p.relative_to(folder): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
 
 
 def test_a_sweep_killed_and_interrupted_comes_to_the_same_end(home):

@@ -5,52 +5,27 @@ Each test fails when the main job leaves something behind, says more or less tha
 
 import contextlib
 import json
-import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import commands
 import psutil
 import pytest
+from commands import files, finished, spawn
 
 pytestmark = pytest.mark.slow
 
 UPDATES = 200  # of milliseconds each: a kill at the first that is told of falls well before the end
-RECIPE = """
-from argosy import runs, spec
-
-
-def run():
-    return spec.override(runs.find("pocket"), [
-        "model.vocab=320", "model.width=32", "model.layers=2", "model.head_width=8", "model.window=8", "model.gate_rank=4",
-        "moe.experts=8", "moe.experts_per_token=2", "moe.hidden=16", "moe.latent_width=16", "moe.shared_hidden=16",
-        "data.corpus=words", "data.seq_len=32", "data.batch_seqs=4", "data.max_epochs=100", "optim.horizon_tokens=25600",
-        "evals.tokens_per_set=256", "evals.batch_seqs=4", "evals.every_frac=0.5", "compute.readout_block_tokens=64",
-        'data.phases=[{"name": "main", "until_frac": 1.0, "weights": {"words": 1}}]',
-    ])
-"""
-
-
-def command(home, *words):
-    return [sys.executable, "-m", "argosy.cli", *words, "--home", str(home)]
 
 
 def start(home, name, *more):
     """A voyage under way without a ladder, its outputs as pipes."""
     return spawn(home, "voyage", f"{home / 'tiny.py'}:run", "--ladder", "skip", "--as", name, "--port", "0", *more)
-
-
-def spawn(home, *words):
-    return subprocess.Popen(command(home, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finished(home, *words):
-    return subprocess.run(command(home, *words), capture_output=True, text=True, check=False, timeout=300)
 
 
 def voyage(home, name, *more):
@@ -81,23 +56,10 @@ def pages(process):
     return [c for c in psutil.Process(process.pid).children() if "argosy.track.server" in c.cmdline()]
 
 
-def files(folder):
-    """Bytes and times of everything that a run has on disk."""
-    return {p.relative_to(folder): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A home with a recipe and a corpus; its voyages share compiled programs."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "tiny.py").write_text(RECIPE)
-    draw = random.Random(0)
-    words = ["sail", "wind", "rope", "deck", "mast", "keel", "tide", "star", "port", "crew"]
-    texts = [" ".join(draw.choices(words, k=60)) + f" {i}." for i in range(80)]
-    (home / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    built = finished(home, "data", "build", str(home / "words.jsonl"), "--name", "words", "--vocab", "320")
-    assert built.returncode == 0, built.stderr
-    return home
+    return commands.make(tmp_path_factory.mktemp("home"), UPDATES)
 
 
 @pytest.fixture(scope="module")

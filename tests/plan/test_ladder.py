@@ -7,8 +7,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from commands import call
 
-from argosy import cli, runs, spec
+from argosy import runs, spec
 from argosy.plan import flops, ladder, rung
 from argosy.runs import marin_535b, pocket
 
@@ -227,16 +228,6 @@ def test_a_hero_of_another_width_is_sent_to_a_proposal():
 
 
 # ---- the table and the command -----------------------------------------------------------------------
-
-
-def call(capsys, *argv):
-    try:
-        cli.main(list(map(str, argv)))
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    out = capsys.readouterr()
-    return status, out.out, out.err
 
 
 def test_the_reference_ladder_as_a_command(capsys, tmp_path):
