@@ -98,16 +98,16 @@ def test_a_rung_is_laid_on_a_part_of_the_heros_mesh(axes, batch, asked, expected
 @pytest.mark.parametrize(
     ("hero", "width", "words"),
     [
-        ("pocket", 50, "12.5 wide, which is no multiple of 4; nearest legal 48 or 64"),
-        ("marin", 1000, "7.812 heads of 128; nearest legal 896 or 1024"),
-        ("pocket", 128, "narrower than its hero of width 128; nearest legal 96 or 112"),
-        ("pocket", 0, "nearest legal 16 or 32"),
+        ("pocket", 50, "12.5 wide, which is no multiple of 4"),
+        ("marin", 1000, "7.812 heads of 128"),
+        ("pocket", 128, "narrower than its hero of width 128"),
+        ("pocket", 0, "narrower than its hero"),
     ],
 )
-def test_a_width_that_makes_no_rung_names_the_nearest(hero, width, words):
-    """Fails when a width is bent to fit, or refused without help."""
-    with pytest.raises(ValueError, match=f"width {width} is no rung of .*{words}"):
+def test_a_width_that_makes_no_rung_is_not_bent_to_fit(hero, width, words):
+    with pytest.raises(ValueError, match=words):
         rung.derive(HEROES[hero], width)
+    assert rung.attempt(HEROES[hero], width) is None
 
 
 # ---- a ladder for a budget -------------------------------------------------------------------------

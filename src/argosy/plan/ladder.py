@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from argosy import spec
 from argosy.plan import cost, flops, hardware, memory, scaling
-from argosy.plan.rung import RULES, attempt, derive, laid
-
-__all__ = ["Rung", "carried", "derive", "propose", "share", "sheet"]
+from argosy.plan.rung import RULES, attempt, laid
 
 
 class Rung(NamedTuple):

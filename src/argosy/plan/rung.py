@@ -1,8 +1,6 @@
 """A rung: the hero's recipe at a smaller width, by rules that are named."""
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -45,6 +43,14 @@ def _rule(width: int) -> float:
     return width / (55 + 4 * math.log2(width))
 
 
+def attempt(hero: spec.Run, width: int) -> spec.Run | None:
+    """`derive`, or None where it refuses."""
+    try:
+        return derive(hero, width)
+    except ValueError:
+        return None
+
+
 def derive(hero: spec.Run, width: int) -> spec.Run:
     """The hero at a smaller width, by `RULES`.
 
@@ -53,34 +59,8 @@ def derive(hero: spec.Run, width: int) -> spec.Run:
     True
 
     Raises:
-        ValueError: for a width that is not below the hero's, or at which something does not divide, with the nearest legal ones.
+        ValueError: for a width that is not below the hero's, or at which something does not divide.
     """
-    try:
-        return _derived(hero, width)
-    except ValueError as error:
-        legal = sorted(itertools.islice(_legal(hero, width), 2))
-        near = f"nearest legal {' or '.join(map(str, legal))}" if legal else "no width near it is legal either"
-        raise ValueError(f"width {width} is no rung of {hero.recipe!r}: {error}; {near}") from None
-
-
-def _legal(hero: spec.Run, asked: int) -> Iterator[int]:
-    """Widths that make a rung, from the one asked for outwards."""
-    most = hero.model.width - 1
-    for away in range(1, most):
-        for width in {min(asked, most) - away, max(asked, 1) + away}:
-            if 1 < width <= most and width % 4 == 0 and attempt(hero, width) is not None:
-                yield width
-
-
-def attempt(hero: spec.Run, width: int) -> spec.Run | None:
-    """`derive`, or None where it refuses."""
-    try:
-        return _derived(hero, width)
-    except ValueError:
-        return None
-
-
-def _derived(hero: spec.Run, width: int) -> spec.Run:
     m, moe = hero.model, hero.moe
     if not 1 < width < m.width:
         raise ValueError(f"a rung is narrower than its hero of width {m.width:,}")
