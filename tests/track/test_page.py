@@ -114,6 +114,14 @@ def test_every_chart_draws(home, browser):
         assert tokens > 2e6 and 0.9 < share < 1.1
         browser.run("document.querySelector('#more summary').click(); document.getElementById('more').scrollIntoView()")
         browser.until(drawn("params"))
+        browser.run("paper(true)")  # as a browser does before it prints
+        assert (
+            browser.run("return ['loss', 'params'].map((key) => document.getElementById(`chart-${key}`).layout.width)")
+            == [browser.run("return document.getElementById('chart-loss').clientWidth")] * 2
+        )
+        assert browser.run("return document.getElementById('chart-loss').layout.width") < 350
+        browser.run("paper(false)")
+        assert browser.run("return document.getElementById('chart-loss').layout.width") > 500
         hosts = browser.run(
             "return [...new Set(performance.getEntriesByType('resource').map((entry) => new URL(entry.name).host))]"
         )
@@ -121,8 +129,19 @@ def test_every_chart_draws(home, browser):
         assert browser.errors() == []
 
 
+TOLD_AGAIN = """
+const told = { rows: [[31, { "train/loss": 1 }]], events: [page.about.events[0]], lineage: [], missed: false };
+Object.assign(told, { summary: page.summary, forecast: page.mark, now: Date.now() / 1000 });
+page.dirty.clear();
+apply({ ...told, rows: [], events: [] });
+const redrawn = page.dirty.size;
+apply(told);
+return [redrawn, page.about.events.length, page.series["train/loss"].step.length];
+"""  # news of nothing, as at each connection, and news that are known
+
+
 def test_the_page_follows_a_run(home, browser):
-    """Fails when new rows, a new metric, the end of a run or of the server do not reach an open page by themselves."""
+    """Fails when new rows, a new metric, the end of a run or of the server do not reach an open page, or news count twice."""
     with server.serve(home, "planned", 0) as address:
         browser.post("/url", url=address + "?live=stream")
         browser.until("return document.getElementById('notice').textContent.startsWith('Nothing was recorded yet')")
@@ -138,11 +157,16 @@ def test_the_page_follows_a_run(home, browser):
             browser.until("return document.getElementById('way').textContent.includes('update 30 of 1,024')")
             browser.until("return document.getElementById('tiles').innerText.includes('bits/byte')")
             assert browser.run("return page.series['train/loss'].step.length") == 30
+            writer.event("loss_spike", 31, loss=5.0)
             writer.record(31, row(31, 1024))
             browser.until("return page.series['train/loss'].step.at(-1) === 31")
             assert browser.run("return page.series['train/loss'].step") == list(range(1, 32))
+            assert browser.run(TOLD_AGAIN) == [0, 1, 31]
+            browser.run("Object.defineProperty(document, 'hidden', { value: true, configurable: true }); page.look()")
             writer.close("stopped")
+        # told though no connection is kept
         browser.until("return document.getElementById('state-word').textContent === 'Stopped'")
+        browser.run("delete document.hidden; page.look()")
         assert browser.errors() == []
     browser.until("return document.getElementById('fresh').textContent.includes('the server of this page has ended')")
 
@@ -183,6 +207,8 @@ def test_the_verdict_and_its_bands(home, browser):
         assert 1 < low < high < 3  # the evaluation before the first update is above 5
         assert browser.run("return document.getElementById('chart-residual').getAttribute('aria-label')").endswith("90% band")
         browser.run("window.scrollTo(0, 0); window.kept = true")
+        browser.run("page.forecast.verdict.why = {}; besides()")  # what the server cannot know to be damaged
+        assert "is not what was written" in browser.run("return document.getElementById('unforecast').innerText")
         promise(home, verdict="off", at=700)
         browser.until("return document.getElementById('verdict-word').textContent === 'Off'")
         assert browser.run("return window.kept && document.getElementById('verdict').className") == "verdict off"
@@ -197,6 +223,12 @@ def test_the_verdict_and_its_bands(home, browser):
 def test_rungs_come_before_their_hero(home, browser):
     """Fails when a hero without a folder shows no rungs, or its page does not go on by itself once the run begins."""
     sample_forecasts.ladder(home, "hero", small_run(), [("d32", "size"), ("d64", "size")])
+    curves = {
+        "train/loss": lambda step: 5 - 1e-3 * step,
+        "train/router/layer_0/load_max_over_mean": lambda step: 1.5 + 0 * step,
+    }
+    body = sample_forecasts.forecast({HEAD: lambda step: 2 - 1e-4 * step, **curves}, 1024, verdict=None)
+    sample_forecasts.write(home, "hero", body)
     listed = json.loads((home / "ladders" / "hero.json").read_text())["rungs"]
     store.create(home / "runs" / "hero-d32", listed[0]["run"], {"argosy": "0.1.0"})
     with store.open_writer(home / "runs" / "hero-d32", 0) as writer:
@@ -210,11 +242,16 @@ def test_rungs_come_before_their_hero(home, browser):
         assert "d32" in rows[0] and "512 of 1,024" in rows[0] and "Planned, 1,024 updates" in rows[1]
         assert browser.run("return document.querySelector('#rungs a').getAttribute('href')") == "?run=hero-d32"
         assert browser.run("return document.querySelector('#runs optgroup').label") == "ladder of hero"
+        assert browser.run("return document.getElementById('verdict-word').textContent") == "Registered"
+        browser.until(drawn("loss"))
+        browser.until("return document.querySelector('#chart-rates .empty')")  # the last of the charts
+        browser.run("document.querySelector('.hash').open = true")
         store.create(home / "runs" / "hero", spec.to_json(small_run()), {"argosy": "0.1.0"})
         with store.open_writer(home / "runs" / "hero", 0) as writer:
             writer.record(1, row(1, 1024))
             browser.until("return document.getElementById('way').textContent.includes('update 1 of 1,024')")
             writer.close("stopped")
+        assert browser.run("return document.querySelector('.hash').open")  # what the reader opened stays open
         assert browser.errors() == []
 
 
@@ -237,6 +274,9 @@ def test_narrow_and_dark(home, browser):
         browser.until(drawn("residual"))
         browser.run("document.getElementById('chart-loss').scrollIntoView()")
         browser.until(drawn("loss"))
+        browser.until(drawn("heldout"))
+        plot = "return document.querySelector('#chart-heldout .nsewdrag').getBoundingClientRect().height"
+        assert browser.run(plot) > 140  # the legend has a row for each source
         browser.run("for (const part of document.querySelectorAll('#ladder, #judged details')) part.open = true")
         assert browser.run("return document.documentElement.scrollWidth") <= 390
         inside = "return document.getElementById('rungs').getBoundingClientRect().right"

@@ -116,14 +116,16 @@ def runs_table(found: list[dict[str, Any]]) -> RenderableType:
         return Text("No run here yet; argosy voyage pocket starts one.")
     table = Table(box=None, pad_edge=False)
     for name in ("run", "recipe", "state", "update", "tokens", "loss", "bits/byte", "tokens/s", "age"):
-        table.add_column(name, justify="left" if name in ("run", "recipe", "state") else "right")
+        named = name in ("run", "recipe")  # these go on below on a narrow terminal: beginnings do not tell rungs apart
+        table.add_column(name, justify="left" if named or name == "state" else "right", overflow="fold", no_wrap=not named)
     there = {body["name"] for body in found}
     for body in found:
         state = Text(body["state"], style=STYLES.get(body["state"], ""))
         step = "" if body["step"] is None else f"{body['step']:,}" + (f"/{body['steps']:,}" if body["steps"] else "")
         rate = "" if body["tokens_per_second"] is None else f"{body['tokens_per_second']:,.0f}"
+        rung = body["hero"] in there
         table.add_row(
-            Text(f"  {body['name']}") if body["hero"] in there else Text(body["name"], style="bold"), Text(str(body["recipe"] or "")), state, step, compact(body["tokens"]), fixed(body["loss"]),
+            Text(f"  {body['name']}") if rung else Text(body["name"], style="bold"), Text("" if rung else str(body["recipe"] or "")), state, step, compact(body["tokens"]), fixed(body["loss"]),
             fixed(body["macro_bpb"]), rate, age(body["age_s"]),
         )  # fmt: skip
     return table
@@ -159,7 +161,8 @@ def show_table(body: dict[str, Any], width: int = 72) -> RenderableType:
         for name, row in body["sources"].items():
             heldout.add_row(name, fixed(row["bits_per_byte"]), fixed(row["gzip"]))
         parts += [Text(), heldout]
-    kinds = [f"{record['step']:,} {record['kind'].replace('_', ' ')}" for record in (*body["lineage"], *body["events"])]
+    happened = sorted((*body["lineage"], *body["events"]), key=lambda record: record["time"])
+    kinds = [f"{record['step']:,} {record['kind'].replace('_', ' ')}" for record in happened]
     parts += [
         Text(),
         Text(

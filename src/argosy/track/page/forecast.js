@@ -37,10 +37,11 @@ async function renewForecast(mark) {  // news of the forecast or the ladder
 }
 
 function besides() {  // the run is followed all the same where a file of its forecast or ladder is not what it should be
-  try { judgement(); rungs(); } catch (error) {
-    page.forecast = { failed: `The forecast or the ladder of ${page.name} cannot be shown: ${error.message}.` };
+  try { judgement(); } catch (error) {
+    page.forecast = { failed: `The forecast's file is not what was written (${error.message}); argosy forecast judge ${page.name} writes it again.` };
     judgement();
   }
+  rungs();
 }
 
 // ---- the card ---------------------------------------------------------------------------------
@@ -232,7 +233,8 @@ function rungs() {
   clearTimeout(ladderTimer);
   const { ladder } = page, all = ladder?.rungs ?? [];
   $("ladder").hidden = !all.length && !ladder?.failed;
-  if (ladder?.failed) { $("ladder-title").textContent = ladder.failed; return; }
+  $("ladder").classList.toggle("broken", Boolean(ladder?.failed));
+  if (ladder?.failed) { $("ladder-title").textContent = ladder.failed; return fill($("rungs")); }
   if (!all.length) return;
   const climbing = ladder.finished < all.length, first = climbing && page.summary.step === null;
   if ($("ladder").dataset.first !== String(first)) { $("ladder").dataset.first = String(first); $("ladder").open = first; }

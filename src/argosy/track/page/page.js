@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const BUCKETS = 700, FLUSH_MS = 2500, POLL_MS = 4000, QUIET = ["checkpoint", "baseline", "evaluation"];
 const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped", failed: "Failed", damaged: "Damaged" };
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon"];
-const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null, lost: false, forecast: {}, ladder: {}, mark: "" };
+const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null, look: null, lost: false, forecast: {}, ladder: {}, mark: "" };
 const DISTANCE = { key: "residual", title: "Distance from the forecast", unit: "", style: "residual", scale: "linear", place: "top" };
 window.argosyErrors = [];
 addEventListener("error", (event) => window.argosyErrors.push(String(event.message)));
@@ -134,13 +134,18 @@ async function load() {
 }
 
 function watch(position) {
-  let timer = 0, source = null, fails = 0;
-  const every = (look) => {
+  let timer = 0, turn = 0, source = null, fails = 0;
+  const every = (look, mine = turn) => {
     timer = setTimeout(async () => {
-      try { await look(); } catch (error) { if (error.status) return load(); lost(); }  // a refusal: the run is gone, or is another by now
-      if (timer) every(look);
+      try { await look(); } catch (error) {
+        if (mine !== turn) return;
+        if (error.status) return load();  // a refusal: the run is gone, or is another by now
+        lost();
+      }
+      if (mine === turn) every(look);
     }, POLL_MS);
   };
+  const quiet = () => { turn++; clearTimeout(timer); source?.close(); };
   const poll = () => every(async () => {
     const news = await ask(runPath(`/news?after=${encodeURIComponent(position)}`));
     position = news.position;
@@ -151,15 +156,19 @@ function watch(position) {
     if (about.position || about.forecast !== page.mark) return load();
     if (page.lost) { page.lost = false; fresh(); }
   };
-  page.stop = () => { clearTimeout(timer); timer = 0; source?.close(); };
+  page.stop = () => { quiet(); page.look = null; };
   const asked = new URLSearchParams(location.search).get("live");
   if (asked === "off") return;
   if (!position) return every(begins);  // a hero whose ladder comes first: its folder is not there yet
   // A headless browser takes its picture once no request is open, so it gets no endless one.
   if (asked === "poll" || !window.EventSource || (asked !== "stream" && /Headless/.test(navigator.userAgent))) return poll();
-  source = new EventSource(runPath(`/stream?after=${encodeURIComponent(position)}`));
-  source.onmessage = (event) => { fails = 0; const news = JSON.parse(event.data); position = news.position; apply(news); };
-  source.onerror = () => { lost(); if (++fails === 3 || source.readyState === EventSource.CLOSED) { source.close(); poll(); } };
+  const listen = () => {
+    source = new EventSource(runPath(`/stream?after=${encodeURIComponent(position)}`));
+    source.onmessage = (event) => { fails = 0; const news = JSON.parse(event.data); position = news.position; apply(news); };
+    source.onerror = () => { lost(); if (++fails === 3 || source.readyState === EventSource.CLOSED) { source.close(); poll(); } };
+  };
+  page.look = () => { quiet(); document.hidden ? poll() : listen(); };  // a browser has six connections to a host: a hidden page keeps none
+  page.look();
 }
 
 function apply(news) {  // a connection is told at once what came before it, mostly nothing; some of it may be known
@@ -595,6 +604,6 @@ addEventListener("beforeprint", () => paper(true));
 addEventListener("afterprint", () => paper(false));
 $("more").addEventListener("toggle", () => { flushed = 0; if (page.about) redraw(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { flushed = 0; if (page.about) redraw(); });
-document.addEventListener("visibilitychange", () => { if (!document.hidden) flush(); });
+document.addEventListener("visibilitychange", () => { page.look?.(); if (!document.hidden) flush(); });
 setInterval(fresh, 1000);
 start();
