@@ -442,13 +442,13 @@ def fit(
         table = fitting.from_files(points, target, method, tail_correction)
         emit(table) if json else console().print(fitting.table(table))
         return
-    from argosy.judge import documents
+    from argosy.judge import fits, report
 
     if tail_correction is not None:
         raise ValueError("--tail-correction belongs to --points and --target; leave it out with a NAME")
     with telling() as say:
-        found = documents.of_store(home, name, method, say)
-    emit(found) if json else documents.show(found, console())
+        found = fits.of_store(home, name, method, say)
+    emit(found) if json else report.show(found, console())
 
 
 @forecast.command
@@ -489,12 +489,12 @@ def register(
         home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
-    from argosy.judge import documents
     from argosy.judge import register as registry
+    from argosy.judge import report
 
     with telling() as say:
         path, body = registry.register(home, name, method=method, reason=reason, say=say)
-    emit(documents.registered(path, body)) if json else documents.show_registered(path, body, console())
+    emit(report.registered(path, body)) if json else report.show_registered(path, body, console())
 
 
 @forecast.command
@@ -505,12 +505,12 @@ def verify(file: Annotated[Path, Positional], /, json: Json = False) -> None:
         file: A file like voyages/forecasts/pocket/0001.json.
         json: Print JSON alone.
     """
-    from argosy.judge import documents
+    from argosy.judge import report
     from argosy.judge import verify as verifying
 
     with telling() as say:
         found = verifying.verify(file, say)
-    emit(found) if json else documents.show_verified(found, console())
+    emit(found) if json else report.show_verified(found, console())
     if not found["ok"]:
         sys.exit(1)
 
@@ -553,13 +553,11 @@ def bridge(
         json: Print JSON alone.
     """
     from argosy.judge import bridge as bridging
-    from argosy.judge import documents
+    from argosy.judge import report
 
     with telling() as say:
         path, body = bridging.bridge(home, name, event, rerun, reason=reason, say=say)
-    emit(documents.registered(path, body) | {"bridge": body["bridge"]}) if json else documents.show_bridged(
-        path, body, console()
-    )
+    emit(report.registered(path, body) | {"bridge": body["bridge"]}) if json else report.show_bridged(path, body, console())
 
 
 @forecast.command

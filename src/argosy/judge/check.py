@@ -13,14 +13,13 @@ from scipy import stats
 
 from argosy import spec
 from argosy.judge import findings as F
-from argosy.judge import fits, ladders, points, register
+from argosy.judge import fits, ladders, points
 from argosy.judge import growth as G
 from argosy.judge.findings import CAUTION, GO, LEVELS, NO_GO, Evidence
 from argosy.track import log as logs
 from argosy.track import metrics as known
 
 EXIT = {GO: 0, CAUTION: 0, NO_GO: 3}
-SIZES = 3  # finished: the fewest that a law can be fitted to
 SETTLED = 0.75  # of the run: from here drops are judged, in rungs and in the hero
 # Alarms of the fit that speak against a launch; the others say how sure the forecast is and are noted.
 AGAINST = {
@@ -115,8 +114,8 @@ def unfinished(gathered: points.Gathered, name: str) -> list[Evidence]:
             says = f"{rung['steps']:,} of {rung['steps_total']:,} updates; {goes_on}"
             out.append(Evidence(CAUTION, "unfinished rung", rung["name"], done, says, "ours", 2 - done))
     done = sum(rung["finished"] for rung in sizes)
-    if done < SIZES:
-        says = f"{done} of {len(sizes)} sizes are finished; a law of size needs {SIZES}; {goes_on}"
+    if done < points.LEAST_SIZES:
+        says = f"{done} of {len(sizes)} sizes are finished; a law of size needs {points.LEAST_SIZES}; {goes_on}"
         out.append(Evidence(NO_GO, "too few sizes", name, float(done), says, "ours", math.inf))
     return out
 
@@ -180,7 +179,7 @@ def judge_batch(rows: Sequence[dict[str, Any]]) -> list[Evidence]:
 def with_width(rungs: Sequence[Climbed], hero: spec.Run) -> list[dict[str, Any]]:
     """Each statistic's exponent over the width of the sizes: a weighted line in log, its slope, and its value at the hero's width."""
     sizes = [r for r in rungs if r.purpose == "size"]
-    names = compared(sizes) if len({r.run.model.width for r in sizes}) >= SIZES else []
+    names = compared(sizes) if len({r.run.model.width for r in sizes}) >= points.LEAST_SIZES else []
     spread = luck(rungs, compared(rungs))
     x = np.log([r.run.model.width for r in sizes]) - math.log(hero.model.width)
     out = []
@@ -227,7 +226,7 @@ def of_hero(gathered: points.Gathered, hero: spec.Run, name: str) -> tuple[dict[
         return {}, out
     rows, wanted = ([row for row in part if row["metric"] in asked] for part in points.fitted(gathered, name, "joint"))
     try:
-        body = fits.fit_rows(rows, wanted, "joint", register.SEED, say=lambda _: None)  # as it is registered
+        body = fits.fit_rows(rows, wanted, "joint", fits.SEED, say=lambda _: None)  # as it is registered
     except ValueError as error:
         return {}, [*out, Evidence(CAUTION, "no fit", name, math.nan, str(error), "ours", 1.0)]
     out += [alarmed(a, name) for a in body["fit"]["alarms"] if headline and a["message"].startswith(headline)]

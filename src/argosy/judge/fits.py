@@ -1,6 +1,7 @@
 """Every metric of a ladder fitted, in the form of one answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,23 +9,48 @@ import numpy as np
 from argosy.forecast import fit as fitting
 from argosy.forecast import points as P
 from argosy.judge import backtest
+from argosy.judge import points as tables
 from argosy.track import metrics as known
 
 Body = dict[str, Any]
 Say = Callable[[str], None]
 
+SEED = 0
 
-def fit_rows(points: list[Body], asked: list[Body], method: str, seed: int, *, covariance: bool = False, say: Say) -> Body:
+
+def of_store(home: Path, name: str, method: str = "joint", say: Say = lambda _: None) -> Body:
+    """A hero's forecast from its ladder in the store, nothing written: `{"name", "headline", "ladder", "rows", "fit"}`.
+
+    Raises:
+        ValueError: when there is no ladder, or too few of its rungs have evaluations.
+    """
+    gathered = tables.gather(home, name)
+    tables.enough(gathered, name)
+    points, asked = tables.fitted(gathered, name, method)
+    found = fit_rows(points, asked, method, SEED, told=gathered.alarms, say=say)
+    return {"name": name, "headline": known.macro_bpb(gathered.metrics), "ladder": gathered.rungs, **found}
+
+
+def fit_rows(
+    points: list[Body],
+    asked: list[Body],
+    method: str,
+    seed: int,
+    *,
+    told: Sequence[Body] = (),
+    covariance: bool = False,
+    say: Say,
+) -> Body:
     """`fit.fit` metric by metric, told as it goes: rows in the target's order, `fit` and `covariance` of all metrics.
 
     Bands of a law are widened where the points, without their largest size, do not forecast it: `backtest`, in `fit.backtest`; those of
     trends come wide enough from their own runs. The headline is asked first (`points.shared`): other losses are widened at least as much.
-    A set's nats per token are its bits per byte times a constant: one of them is fitted.
+    A set's nats per token are its bits per byte times a constant: one of them is fitted. `told` are alarms that come before the fits' own.
 
     Raises:
         ValueError: as `fit.fit` does.
     """
-    about: Body = {"method": method, "parameters": {}, "noise": {}, "backtest": {}, "alarms": []}
+    about: Body = {"method": method, "parameters": {}, "noise": {}, "backtest": {}, "alarms": [*told]}
     whole: Body = {"rows": [], "fit": about, "covariance": {}}
     metrics = list(dict.fromkeys(row["metric"] for row in asked))
     done: dict[str, Body] = {}

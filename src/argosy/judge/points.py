@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from argosy import spec
-from argosy.forecast import alarms
+from argosy.forecast import alarms, surface
 from argosy.judge import ladders
 from argosy.plan import flops, scaling
 from argosy.track import log as logs
@@ -32,6 +32,7 @@ FORECAST = re.compile(
 EVALUATION = re.compile(r"eval_dropless/[^/]+/macro_(loss|bpb)")
 LAYER = re.compile(r"train/router/layer_\d+/")
 SPEED = "throughput/"
+LEAST_SIZES = 3  # that a law of size is fitted to
 LEAST_POINTS = 3  # finite ones, of a metric that is fitted
 
 Row = dict[str, Any]
@@ -205,6 +206,21 @@ def fitted(gathered: Gathered, name: str, method: str) -> tuple[list[Row], list[
     rates = method == "schedule" or not gathered.one_schedule
     rows = gathered.rows if rates else [row | {"lr": None} for row in gathered.rows]
     return rows, asked(gathered.hero, name, gathered.metrics, rates=rates)
+
+
+def enough(gathered: Gathered, name: str) -> None:
+    """Refuse a ladder of fewer than three sizes.
+
+    Raises:
+        ValueError: saying which it has.
+    """
+    sizes = {row["run"]: row["active_params"] for row in gathered.rows}
+    if surface.sizes(np.array(list(sizes.values()) or [1.0])) < LEAST_SIZES or len(sizes) < LEAST_SIZES:
+        have = ", ".join(f"{run} ({active:,} active)" for run, active in sizes.items()) or "none"
+        raise ValueError(
+            f"a forecast is registered from at least {LEAST_SIZES} sizes with evaluations, the ladder of {name!r} has {have};"
+            f" argosy ladder {name} --run trains the rest"
+        )
 
 
 def checksum(log: logs.RunLog) -> str | None:

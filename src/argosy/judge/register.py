@@ -19,19 +19,16 @@ import numpy as np
 
 from argosy import spec
 from argosy.forecast import points as P
-from argosy.forecast import surface
 from argosy.forecast.fit import BANDS
 from argosy.judge import ladders
 from argosy.judge import points as tables
-from argosy.judge.fits import Body, Say, fit_rows
+from argosy.judge.fits import SEED, Body, Say, fit_rows
 from argosy.plan import scaling
 from argosy.track import columns, layout, provenance
 from argosy.track import log as logs
 
 FORMAT = 1
-LEAST_SIZES = 3
 CLOCK_S = 60.0  # machines of one house differ by less
-SEED = 0
 
 
 def folder_of(home: Path, name: str) -> Path:
@@ -69,11 +66,10 @@ def register(
         )
     gathered = tables.gather(home, name)
     hero = the_hero(home, name, gathered.hero, hero_run)
-    enough(gathered, name)
+    tables.enough(gathered, name)
     dated(home, name, gathered.rungs, before)
     points, asked = tables.fitted(gathered, name, method)
-    forecast = fit_rows(points, asked, method, SEED, covariance=True, say=say)
-    forecast["fit"]["alarms"] = gathered.alarms + forecast["fit"]["alarms"]
+    forecast = fit_rows(points, asked, method, SEED, told=gathered.alarms, covariance=True, say=say)
     now = dated(home, name, gathered.rungs, before)  # again: the hero may have begun while this was fitted
     sums = [rung["checksum"] for rung in gathered.rungs if rung["checksum"]]
     body = {
@@ -183,17 +179,6 @@ def the_hero(home: Path, name: str, ladder: spec.Run, given: spec.Run | None) ->
                 f" {name}-2, or take the old values"
             )
     return ladder
-
-
-def enough(gathered: tables.Gathered, name: str) -> None:
-    """Refuse a ladder of fewer than three sizes."""
-    sizes = {row["run"]: row["active_params"] for row in gathered.rows}
-    if surface.sizes(np.array(list(sizes.values()) or [1.0])) < LEAST_SIZES or len(sizes) < LEAST_SIZES:
-        have = ", ".join(f"{run} ({active:,} active)" for run, active in sizes.items()) or "none"
-        raise ValueError(
-            f"a forecast is registered from at least {LEAST_SIZES} sizes with evaluations, the ladder of {name!r} has {have};"
-            f" argosy ladder {name} --run trains the rest"
-        )
 
 
 def dated(home: Path, name: str, rungs: list[Body], before: Body | None) -> float:

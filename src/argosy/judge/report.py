@@ -1,4 +1,4 @@
-"""A forecast from the store, and forecasts, checks and bridges for a terminal."""
+"""Forecasts for a terminal: fitted, registered, verified, bridged."""
 
 import math
 from pathlib import Path
@@ -10,24 +10,10 @@ from rich.table import Table
 
 from argosy import spec
 from argosy.forecast import points as P
-from argosy.judge import fits, register
 from argosy.judge import points as tables
-from argosy.judge.fits import Body, Say
+from argosy.judge import register
+from argosy.judge.fits import Body
 from argosy.track import metrics as known
-
-
-def of_store(home: Path, name: str, method: str = "joint", say: Say = lambda _: None) -> Body:
-    """A hero's forecast from its ladder in the store, nothing written: `{"name", "headline", "ladder", "rows", "fit"}`.
-
-    Raises:
-        ValueError: when there is no ladder, or too few of its rungs have evaluations.
-    """
-    gathered = tables.gather(home, name)
-    register.enough(gathered, name)
-    points, asked = tables.fitted(gathered, name, method)
-    found = fits.fit_rows(points, asked, method, register.SEED, say=say)
-    found["fit"]["alarms"] = gathered.alarms + found["fit"]["alarms"]
-    return {"name": name, "headline": known.macro_bpb(gathered.metrics), "ladder": gathered.rungs, **found}
 
 
 def show(found: Body, out: Console) -> None:
