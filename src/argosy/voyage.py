@@ -105,7 +105,7 @@ def judging(host: spec.Host, writer: store.Writer, stop_on: str) -> Callable[[in
     def judge(step: int) -> bool:
         nonlocal told
         try:
-            if register.newest(host.home, host.name) is None:
+            if not any(register.files(host.home, host.name)):
                 return False
             found = verdict.judge(host.home, host.name)
             word, why = found["verdict"] or "", found["why"]
@@ -411,7 +411,7 @@ def summary(host: spec.Host) -> dict[str, Any]:
         "mfu": statistics.median(log.series("throughput/mfu")[1].tolist()),
         "prompt": "def " if corpus_name == "stdlib" else "The ",
         "drop_fraction_last": last("moe/drop_fraction"),
-        "forecast": verdict.judge(host.home, host.name) if register.newest(host.home, host.name) else None,
+        "forecast": verdict.judge(host.home, host.name) if any(register.files(host.home, host.name)) else None,
     }
 
 
