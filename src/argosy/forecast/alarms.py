@@ -1,7 +1,8 @@
 """What a reader of a forecast must be told: one code and one sentence each.
 
-few_sizes, unfinished_run, inside_range, early_off_trend, run_off_trend, ill_conditioned, asymptote_above_known, leave_one_out,
-envelope_pointwise, forms_disagree, too_few_runs, repeated_rows
+few_sizes, unfinished_run, inside_range, early_off_trend, run_off_trend, row_off_trend, ill_conditioned, asymptote_above_known, leave_one_out,
+envelope_pointwise, forms_disagree, too_few_runs, repeated_rows, untrained_rows, batch_changes, steps_total_changes, mixed_params,
+no_progress, coarse_rates, law_misses
 """
 
 import math
@@ -18,6 +19,7 @@ CONDITION, LOOSE = 1e5, 3  # of the points' derivatives in prior spreads; direct
 OFF_TREND, OTHER_UNITS = 0.03, 0.25  # of log L, the middle of a run's residuals
 EARLY = 0.004  # of log L, a run's first point
 FLOOR_MOVED = 0.2  # logits of the floor's share, either way: one prior spread
+FAR, FALL = 0.1, 0.15  # of the run between two rows, and of the peak rate: together, a schedule that its rows do not tell
 EQUAL = 3.0  # of twice the log likelihood: forms closer than this fit equally
 
 Alarm = dict[str, str]
@@ -105,9 +107,31 @@ def residuals(found: joint.Fitted, points: P.Table, metric: str) -> list[Alarm]:
             off = float(found.residual[own & (fraction == first)][0])
             if abs(off) > max(3 * found.noise, EARLY):
                 early.append(f"{run} at {first:.0%} {math.expm1(off):+.2%}")
+    off = joint.alone(law, found.run_of, used.step)
+    if strays := [f"{used.run[i]} at step {used.step[i]:g} {math.expm1(off[i]):+.1%}" for i in np.flatnonzero(off)]:
+        out.append(alarm("row_off_trend", f"{metric}: rows lie far off the ones beside them: {', '.join(strays[:4])}"))
     if early:
         out.append(alarm("early_off_trend", f"{metric}: early points lie off the law: {', '.join(early)}"))
     return out
+
+
+def coarse_rates(found: joint.Fitted, points: P.Table, target: P.Table, metric: str) -> list[Alarm]:
+    """Whether a learning rate changes between two rows so far apart that the line between them is a guess."""
+    if "lr" not in found.setting.terms:
+        return []
+    out = []
+    for run, path in P.paths(points, target).items():
+        wide = (np.diff(path.step) > FAR * path.step[-1]) & (np.abs(np.diff(path.lr)) > FALL * path.lr.max()) & (path.step[:-1] > 0)
+        if wide.any():
+            i = int(np.argmax(wide))
+            out.append(
+                f"{run} from {path.lr[i]:.3g} at step {path.step[i]:g} to {path.lr[i + 1]:.3g} at step {path.step[i + 1]:g}"
+            )
+    if not out:
+        return []
+    return [
+        alarm("coarse_rates", f"{metric}: learning rates are taken as linear between far rows: {', '.join(out[:3])}; give more rows")
+    ]
 
 
 def condition(found: joint.Fitted, metric: str) -> list[Alarm]:
@@ -290,6 +314,7 @@ def all_of(found: joint.Fitted, points: P.Table, target: P.Table, bands: dict[st
     return [
         *tables(points, target, metric),
         *residuals(found, points, metric),
+        *coarse_rates(found, points, target, metric),
         *condition(found, metric),
         *leaving_out(found, points, bands, metric),
         *law_misses(found, bands, metric),

@@ -22,10 +22,13 @@ EARLIEST = 0.0499  # of a run; what lies before is not fitted where at least fiv
 STARTS, DRAWS = 8, 256
 KEPT_SHAPES = 6
 GAP_ROWS = 5  # two runs with as many say what the law misses alike in both
+FEW_CURVES = 3  # with fewer runs the law's form is not tested by any
 FEW_RUNS = 12  # up to here refits leave runs out; beyond, runs are weighted at random
 PRIOR_DOUBT = 1.4  # the priors' places are drawn this many spreads wide: they are themselves guesses
+STRAY = 0.02  # of log L: a row that lies this far off both of its neighbours says nothing of the law
 WILD = 4.0  # robust spreads of the refits at a row: what lies beyond counts as this far
 PER_DECADE = 0.002  # of log L, for each decade of FLOPs beyond the largest run
+PER_DECADE_OF_RATIO = 0.015  # the same for tokens per parameter outside the runs': how N and D share the work is what a fit knows least
 LEVELS = {"lo50": 0.25, "hi50": 0.75, "lo90": 0.05, "hi90": 0.95}
 
 
@@ -164,12 +167,24 @@ def parts(found: Fitted, points: P.Table, target: P.Table) -> Parts:
     if curved and (np.bincount(found.run_of) >= GAP_ROWS).sum() >= 2:
         own = P.take(points, found.rows)
         law = surface.log_loss(s, found.best[None], np.array([found.shape]), s.points)[0]
-        missed = gap.find(own, np.log(own.value) - law, found.run_of, target)
+        rest = np.log(own.value) - law
+        missed = gap.find(own, rest - alone(rest, found.run_of, own.step), found.run_of, target)
         values, vectors = np.linalg.eigh(missed.covariance)
         spread = vectors * np.sqrt(np.maximum(values, 0))
         curves = curves + np.random.default_rng(2).normal(size=curves.shape) @ spread.T
         mean, noise = mean + missed.mean, missed.noise
-    return Parts(mean, curves, luck(found), PER_DECADE * distance(points, target), noise)
+    return Parts(mean, curves, luck(found), drift(points, target), noise)
+
+
+def alone(residual: np.ndarray, run_of: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """How far each row lies off its two neighbours in its run, where both lie far from it alone (a bad evaluation); else 0."""
+    off = np.zeros(len(residual))
+    for k in range(run_of.max() + 1):
+        own = np.flatnonzero(run_of == k)
+        own = own[np.argsort(step[own], kind="stable")]
+        three = np.stack([residual[own[:-2]], residual[own[1:-1]], residual[own[2:]]]) if len(own) > 2 else np.zeros((3, 0))
+        off[own[1:-1]] = three[1] - np.median(three, axis=0)
+    return np.where(np.abs(off) > max(STRAY, 6 * float(np.sqrt(np.mean(np.minimum(off**2, NOISE_START**2))))), off, 0)
 
 
 def predict(p: Parts, seed: int = 1) -> dict[str, np.ndarray]:
@@ -202,14 +217,27 @@ def drawn_covariance(curves: np.ndarray) -> np.ndarray:
 
 
 def luck(found: Fitted) -> float:
-    """Spread of the target's offset in log L: `OFFSET`, or more where the fitted runs' own offsets say so."""
+    """Spread of the target's offset in log L: `OFFSET`, or more where the fitted runs' own offsets say so or there are only one or two."""
     own = found.best[len(found.setting.names) :]
-    return OFFSET * max(1.0, math.sqrt((4 + 2 * float((own**2).sum())) / (4 + len(own))))
+    return OFFSET * max(1.0, FEW_CURVES / len(found.runs), math.sqrt((4 + 2 * float((own**2).sum())) / (4 + len(own))))
 
 
-def distance(points: P.Table, target: P.Table) -> np.ndarray:
-    """Decades of FLOPs from the largest point to each row of the target, 0 inside the range or where FLOPs are not known."""
-    flops, asked = P.derived(points)["C"], P.derived(target)["C"]
-    if np.isnan(flops).all():
-        return np.zeros(len(target))
-    return np.nan_to_num(np.maximum(np.log10(np.maximum(asked, 1e-300) / np.nanmax(flops)), 0))
+def drift(points: P.Table, target: P.Table) -> np.ndarray:
+    """Spread of the target's rows in log L, common to all, for their distance from the points in FLOPs and in tokens per parameter.
+
+    Points without sizes have no such ratio; there tokens stand for it if fewer than three runs say how the loss falls with them.
+    """
+    cells, asked = P.derived(points), P.derived(target)
+    few = len(set(points.run)) < FEW_CURVES
+    ratio = [c["D"] / c["N"] if not np.isnan(cells["N"]).any() else c["D"] if few else c["D"] * math.nan for c in (cells, asked)]
+    return np.hypot(PER_DECADE * beyond(cells["C"], asked["C"]), PER_DECADE_OF_RATIO * beyond(*ratio, below=True))
+
+
+def beyond(known: np.ndarray, asked: np.ndarray, below: bool = False) -> np.ndarray:
+    """Decades from the largest that is known (or, `below`, from the smallest) to each that is asked; 0 inside or where not known."""
+    if np.isnan(known).all():
+        return np.zeros(len(asked))
+    out = np.log10(np.maximum(asked, 1e-300) / np.nanmax(known))
+    if below:
+        out = np.maximum(out, np.log10(np.nanmin(known) / np.maximum(asked, 1e-300)))
+    return np.nan_to_num(np.maximum(out, 0))

@@ -268,7 +268,7 @@ def paths(*tables: Table) -> dict[str, Rates]:
 
 
 def derived(table: Table) -> dict[str, np.ndarray]:
-    """N, D, s, g, C and batch of each row, NaN where they cannot be known.
+    """N, D, s, g, C, batch and T = total / active of each row, NaN where they cannot be known.
 
     N: active parameters, else total; D: tokens, else steps x tokens per step, else FLOPs / 6N; C: FLOPs as given, else 6ND;
     a table with FLOPs and tokens alone gets N = C / 6D.
@@ -280,4 +280,4 @@ def derived(table: Table) -> dict[str, np.ndarray]:
     params = first(params, flops / (FLOPS_PER_TOKEN * tokens))
     batch = first(table.tokens_per_step, tokens / table.step)
     fraction = first(table.step / table.steps_total)
-    return {"N": params, "D": tokens, "s": table.step, "g": fraction, "C": flops, "batch": batch}
+    return {"N": params, "D": tokens, "s": table.step, "g": fraction, "C": flops, "batch": batch, "T": table.total_params / table.active_params}
