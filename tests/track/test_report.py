@@ -172,7 +172,7 @@ def test_the_training_steps_metrics_are_in_the_table():
 def test_reports_for_the_terminal(home):
     """Fails when argosy runs, show or diff lose a figure, or cannot be printed as JSON."""
     text = printed(report.runs_table(report.runs(home)))
-    assert re.search(r"pocket +pocket +done +1,024/1,024 +2.1M +3.590 +1.863 +6,002", text)
+    assert re.search(r"pocket +done +1,024/1,024 +2.1M +3.590 +1.863 +6,002", text)
     assert "planned" in text
     assert "argosy voyage pocket" in printed(report.runs_table([]))
 

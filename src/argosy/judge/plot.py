@@ -229,7 +229,9 @@ def ladder(axes: Any, made: Picture) -> None:
     axes.set_xlabel("training FLOPs so far, without the readout", color=INK)
     axes.set_title("The ladder: points and fit; the hero's registered bands", loc="left", fontsize=10.5, color=INK)
     level(axes, made)
-    axes.legend(fontsize=8, edgecolor="none", framealpha=0.75, ncols=2)
+    middle = made.band.get("mean", np.zeros(0))
+    where = "lower left" if len(middle) and middle[-1] < middle[0] else "best"  # below all curves that fall
+    axes.legend(fontsize=8, edgecolor="none", framealpha=0.75, ncols=1 if where == "lower left" else 2, loc=where)
 
 
 def progress(axes: Any, made: Picture) -> None:
@@ -266,7 +268,7 @@ def distance(axes: Any, made: Picture) -> None:
             )
         axes.plot(made.hero.share, percent(made.hero.share, made.hero.value), "o-", color=INK, markersize=4, linewidth=1.1)
     axes.set_xlim(0, 1.02)
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:+.3g}")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:+.3g}" if abs(y) > 1e-9 else "0")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axes.set_xlabel("share of the run", color=INK)
 

@@ -111,23 +111,28 @@ def number(values: Any) -> list[float | None]:
 
 
 def runs_table(found: list[dict[str, Any]]) -> RenderableType:
-    """The list of runs."""
+    """The list of runs; a recipe only where it says more than the run's name."""
     if not found:
         return Text("No run here yet; argosy voyage pocket starts one.")
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "recipe", "state", "update", "tokens", "loss", "bits/byte", "tokens/s", "age"):
-        named = name in ("run", "recipe")  # these go on below on a narrow terminal: beginnings do not tell rungs apart
-        table.add_column(name, justify="left" if named or name == "state" else "right", overflow="fold", no_wrap=not named)
     there = {body["name"] for body in found}
+    rows: list[dict[str, RenderableType]] = []
     for body in found:
-        state = Text(body["state"], style=STYLES.get(body["state"], ""))
+        rung, state = body["hero"] in there, Text(body["state"], style=STYLES.get(body["state"], ""))
         step = "" if body["step"] is None else f"{body['step']:,}" + (f"/{body['steps']:,}" if body["steps"] else "")
         rate = "" if body["tokens_per_second"] is None else f"{body['tokens_per_second']:,.0f}"
-        rung = body["hero"] in there
-        table.add_row(
-            Text(f"  {body['name']}") if rung else Text(body["name"], style="bold"), Text("" if rung else str(body["recipe"] or "")), state, step, compact(body["tokens"]), fixed(body["loss"]),
-            fixed(body["macro_bpb"]), rate, age(body["age_s"]),
-        )  # fmt: skip
+        rows.append({
+            "run": Text(f"  {body['name']}") if rung else Text(body["name"], style="bold"),
+            "recipe": Text("" if rung or body["recipe"] == body["name"] else str(body["recipe"] or "")),
+            "state": state, "update": step, "tokens": compact(body["tokens"]), "loss": fixed(body["loss"]),
+            "bits/byte": fixed(body["macro_bpb"]), "tokens/s": rate, "age": age(body["age_s"]),
+        })  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    shown = [name for name in rows[0] if name != "recipe" or any(str(row["recipe"]) for row in rows)]
+    for name in shown:
+        named = name in ("run", "recipe")  # these go on below on a narrow terminal: beginnings do not tell rungs apart
+        table.add_column(name, justify="left" if named or name == "state" else "right", overflow="fold", no_wrap=not named)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
 
 

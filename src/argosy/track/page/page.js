@@ -287,7 +287,7 @@ function cards() {  // one figure per panel, made once
   if ($("main-charts").children.length) return;
   for (const panel of page.about.panels) {
     const id = `chart-${panel.key}`;
-    const chart = element("div", { id, className: "chart", role: "img" });
+    const chart = element("div", { id, className: "chart", role: "group" });
     const caption = element("figcaption", {}, element("h3", { textContent: panel.title }), element("p", { className: "look", textContent: panel.look }));
     const wide = ["loss", "heldout"].includes(panel.key);
     $(`${panel.place}-charts`).append(element("figure", { className: `card${wide ? " wide" : ""}` }, caption, chart));
@@ -465,7 +465,7 @@ function moments() {  // what happened, as lines through every chart
   const begun = page.about.attempts.filter((attempt) => attempt.at_step > 0).map((attempt) => [attempt.at_step, `attempt ${attempt.number}`]);
   const joined = new Map();
   for (const [step, text] of [...notable, ...begun].slice(-40)) joined.set(step, joined.has(step) ? `${joined.get(step)}, ${text}` : text);
-  return [...joined];
+  return [...joined].sort((a, b) => a[0] - b[0]);
 }
 
 function draw(panel, place) {
@@ -488,7 +488,11 @@ function draw(panel, place) {
 function plot(panel, place, made) {
   const happened = moments(), legend = made.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap");
   const lines = happened.map(([step]) => ({ type: "line", yref: "paper", y0: 0, y1: 1, x0: across(step), x1: across(step), line: { color: faint(color("soft"), 0.55), width: 1, dash: "dot" }, layer: "below" }));
-  const labels = panel.style !== "smooth" ? [] : happened.map(([step, text]) => ({ x: across(step), yref: "paper", y: 1, yanchor: "top", xanchor: "left", textangle: 90, text, showarrow: false, font: { size: 11, color: color("soft") } }));
+  const furthest = made.until ?? Math.max(0, ...made.data.map((trace) => trace.x?.at(-1) ?? 0)), told = [];
+  for (const [step, text] of happened) {  // names that would lie on each other are counted with the first
+    if (told.length && across(step) - across(told.at(-1).step) < 0.035 * furthest) told.at(-1).more++; else told.push({ step, text, more: 0 });
+  }
+  const labels = panel.style !== "smooth" ? [] : told.map(({ step, text, more }) => ({ x: across(step), yref: "paper", y: 1, yanchor: "top", xanchor: "left", textangle: 90, text: more ? `${text} and ${more} more` : text, showarrow: false, font: { size: 11, color: color("soft") } }));
   place.style.setProperty("--rows", Math.max(0, rowsOf(legend.map((trace) => trace.name.length), place.clientWidth, panel.style === "lines") - 2));
   const axis = { gridcolor: color("line"), linecolor: color("line"), zeroline: false, automargin: true, tickfont: { size: 11.5 } };
   const layout = {
