@@ -14,6 +14,7 @@ import math
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -214,6 +215,16 @@ def tokens_per_step(run: Run) -> int:
 def steps(run: Run) -> int:
     """Optimizer steps in the run: the horizon over the tokens of a step, to the nearest."""
     return max(1, round(run.optim.horizon_tokens / tokens_per_step(run)))
+
+
+def evaluation_every(run: Run) -> Fraction:
+    """Updates between two held-out evaluations, at least one, of a share as it was meant: a decimal, or a division that no float holds.
+
+    >>> from argosy.runs import marin_535b, pocket
+    >>> evaluation_every(pocket.run()), evaluation_every(marin_535b.run())
+    (Fraction(256, 5), Fraction(3000, 1))
+    """
+    return max(Fraction(1), Fraction(str(run.evals.every_frac)).limit_denominator(10**7) * steps(run))
 
 
 def devices(run: Run) -> int:

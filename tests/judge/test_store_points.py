@@ -26,11 +26,16 @@ def home(tmp_path_factory):
 
 
 def test_evaluations_are_where_the_loop_puts_them():
-    for run in (pocket.run(), pocket.rung(32), replace(pocket.run(), evals=replace(pocket.run().evals, every_frac=0.07))):
+    for run in (
+        pocket.run(),
+        pocket.rung(32),
+        *(replace(pocket.run(), evals=replace(pocket.run().evals, every_frac=f)) for f in (0.07, 1 / 11, 1e-9)),
+    ):
         due = [done for done in range(1, spec.steps(run) + 1) if loop.due_evaluation(run, done)]
         assert points.evaluation_steps(run) == due
     big = marin_535b.run()
-    assert points.evaluation_steps(big)[:2] == [done for done in range(2990, 6010) if loop.due_evaluation(big, done)]
+    assert points.evaluation_steps(big) == [*range(3000, 390_001, 3000), 390_251]  # the reference's: every 3,000 updates
+    assert [done for done in range(2990, 6010) if loop.due_evaluation(big, done)] == [3000, 6000]
 
 
 def test_the_rate_is_the_one_that_an_update_logs():

@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +53,8 @@ def evaluation_steps(run: spec.Run) -> list[int]:
     >>> evaluation_steps(pocket.run())[:3], evaluation_steps(pocket.run())[-1]
     ([52, 103, 154], 1024)
     """
-    total = spec.steps(run)
-    every = Fraction(str(run.evals.every_frac)) * total
-    marks = (math.ceil(every * k) for k in range(1, math.floor(total / every) + 1))
-    return sorted({max(1, step) for step in marks} | {total})
+    total, every = spec.steps(run), spec.evaluation_every(run)
+    return sorted({*(math.ceil(every * k) for k in range(1, math.floor(total / every) + 1)), total})
 
 
 def rate(run: spec.Run, step: int) -> float:

@@ -6,7 +6,6 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -140,9 +139,8 @@ def ready(run: spec.Run) -> None:
 
 def due_evaluation(run: spec.Run, done: int) -> bool:
     """Whether a held-out evaluation follows the `done`-th update: at every `every_frac` of the run, and its end."""
-    total = spec.steps(run)
-    every = Fraction(str(run.evals.every_frac)) * total  # the decimal as written: 0.07 of 100 updates is every 7th
-    return done == total or done // every > (done - 1) // every
+    every = spec.evaluation_every(run)
+    return done == spec.steps(run) or done // every > (done - 1) // every
 
 
 def note(run: spec.Run, done: int, stats: steps.Stats, clock: "Clock", record: Any, progress: Any) -> None:
