@@ -72,7 +72,7 @@ function judgement() {
   choices();
 }
 
-const named_ = (text) => Object.keys(page.forecast.metrics).sort((a, b) => b.length - a.length).reduce((told, name) => told.replaceAll(name, judgedName(name)), text);
+const named_ = (text) => Object.keys(page.forecast.metrics ?? {}).sort((a, b) => b.length - a.length).reduce((told, name) => told.replaceAll(name, judgedName(name)), text);
 const sentence = (text) => capital(named_(text));
 const capital = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!]$/.test(text) ? "" : ".");
 
@@ -224,7 +224,7 @@ function residual(place) {
   const shown = data.flatMap((trace) => trace.y).filter(Number.isFinite), low = Math.min(0, ...shown), high = Math.max(0, ...shown), pad = 0.08 * (high - low || 0.01);
   const latest = points.at(-1), text = latest ? `at ${part(latest[0])} of the run ${percent(latest[1])}, ${out.at(-1) ? "outside" : "inside"} the 90% band` : "not measured yet";
   place.setAttribute("aria-label", `Distance from the forecast, ${judgedName(name)}: ${text}`);
-  return { data, layout: { yaxis: { tickformat: high - low > 0.1 ? "+.0%" : "+.1%", range: [low - pad, high + pad], zeroline: false }, xaxis: { range: page.summary.steps ? [0, across(page.summary.steps)] : undefined } } };
+  return { data, layout: { yaxis: { tickformat: high - low > 0.1 ? "+.0%" : "+.1%", range: [low - pad, high + pad], zeroline: false }, xaxis: { range: page.summary.steps ? [0, 1.015 * across(page.summary.steps)] : undefined } } };
 }
 
 // ---- the ladder -------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 // charts with Plotly, forecast.js adds the forecast and the ladder to them, watch() follows the run by server-sent events, or by polling where those fail.
 
 const $ = (id) => document.getElementById(id);
-const BUCKETS = 700, FLUSH_MS = 2500, POLL_MS = 4000, QUIET = ["checkpoint", "baseline", "evaluation"];
+const BUCKETS = 700, FLUSH_MS = 2500, POLL_MS = 4000, QUIET = ["checkpoint", "baseline", "baseline_whole", "evaluation"];
+const KINDS = { baseline: "gzip -9, bits/byte", baseline_whole: "gzip -9, bits/byte, all held-out text" };
 const STATES = { planned: "Planned", running: "Running", done: "Done", stopped: "Stopped", failed: "Failed", damaged: "Damaged" };
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon"];
 const page = { name: "", about: null, series: {}, summary: null, axis: "tokens", skew: 0, dirty: new Set(), seen: new Set(), zoom: {}, stop: null, look: null, lost: false, forecast: {}, ladder: {}, mark: "" };
@@ -461,7 +462,7 @@ function decades([low, high]) {  // 1, 2, 5 in each power of ten, or the powers 
 }
 
 function moments() {  // what happened, as lines through every chart
-  const notable = page.about.events.filter((event) => !event.superseded && !QUIET.includes(event.kind) && event.step > 0).map((event) => [event.step, words(event.kind)]);
+  const notable = page.about.events.filter((event) => !event.superseded && !QUIET.includes(event.kind) && event.step > 0).map((event) => [event.step, event.kind === "verdict" ? words(`${event.fields.verdict || "no verdict"}`) : words(event.kind)]);
   const begun = page.about.attempts.filter((attempt) => attempt.at_step > 0).map((attempt) => [attempt.at_step, `attempt ${attempt.number}`]);
   const joined = new Map();
   for (const [step, text] of [...notable, ...begun].slice(-40)) joined.set(step, joined.has(step) ? `${joined.get(step)}, ${text}` : text);
@@ -578,12 +579,12 @@ function tree(body) {
 function history(events, lineage) {
   const told = lineage.map((record) => ({ ...record, text: lineageText(record) }));
   const saves = events.filter((event) => event.kind === "checkpoint").length, newest = events.findLastIndex((event) => event.kind === "checkpoint");
-  const noted = events.map((event, i) => ({ ...event, text: plain(event.fields) + (i === newest && saves > 1 ? `; the newest of ${saves}` : "") })).filter((event, i) => event.kind !== "checkpoint" || i === newest);
+  const noted = events.map((event, i) => ({ ...event, text: (event.kind === "verdict" && event.fields.message ? sentence(event.fields.message) : plain(event.fields)) + (i === newest && saves > 1 ? `; the newest of ${saves}` : "") })).filter((event, i) => event.kind !== "checkpoint" || i === newest);
   const all = [...told, ...noted].sort((a, b) => b.time - a.time).slice(0, 300);
   if (!all.length) return element("p", { className: "soft", textContent: "Attempts, checkpoints, changes and incidents will be listed here." });
   const rows = all.map((record) => element("tr", { className: record.superseded ? "superseded" : "" },
     element("td", { className: "number", textContent: grouped(record.step) }),
-    element("td", { textContent: words(record.kind) + (record.superseded ? " (rolled back)" : "") }),
+    element("td", { textContent: (KINDS[record.kind] ?? words(record.kind)) + (record.superseded ? " (rolled back)" : "") }),
     element("td", { textContent: record.text }),
     element("td", { className: "number soft", textContent: clock(record.time) })));
   const head = element("tr", {}, ...["update", "what", "details", "when"].map((text) => element("th", { scope: "col", textContent: text })));
