@@ -44,7 +44,7 @@ def address_in(line):
 def answers(address):
     """What the page says of runs; None when nobody listens there."""
     try:
-        with urllib.request.urlopen(address + "api/runs", timeout=5) as answer:
+        with urllib.request.urlopen(address + "api/runs", timeout=60) as answer:
             return json.load(answer)
     except urllib.error.URLError as error:
         assert isinstance(error.reason, ConnectionRefusedError), error

@@ -3,6 +3,7 @@
 import json
 import queue
 import shutil
+import signal
 import stat
 import threading
 import time
@@ -122,7 +123,7 @@ def one(home, barrier, answers):
     try:
         body = {"created_s": time.time(), "created": "now"}
         answers.put(register.write(home, "other", body, None)[0].name)
-    except ValueError as error:
+    except Exception as error:  # told to the test
         answers.put(str(error))
 
 
@@ -146,6 +147,23 @@ def test_late_is_marked_for_ever(home, no_fit):
     shutil.rmtree(home / "runs" / "hero")
     _, body = register.register(home, "hero", reason="the log is gone")
     assert body["late"] == {"updates": 51}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", ["fit", "link"])
+def test_an_interrupted_registration_leaves_nothing(home, no_fit, monkeypatch, capsys, number, at):
+    """Fails when a signal while it is fitted or written ends in silence, another status than 130, or half a file."""
+    before = sorted(p.name for p in (home / "forecasts/hero").iterdir())
+    interrupt = lambda *_, **__: signal.raise_signal(number)  # noqa: E731
+    monkeypatch.setattr(*((register, "fit_rows") if at == "fit" else (register.os, "link")), interrupt)
+    old = signal.signal(
+        signal.SIGTERM, lambda *_: None
+    )  # where the command does not listen, the test fails and not the session
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["forecast", "register", "hero", "--reason", "again", "--home", str(home)])
+    assert (ended.value.code, capsys.readouterr().err) == (130, "argosy: interrupted\n")
+    assert sorted(p.name for p in (home / "forecasts/hero").iterdir()) == before
+    assert signal.signal(signal.SIGTERM, old) is not signal.default_int_handler
 
 
 def test_a_hero_whose_lineage_is_lost_is_late_by_its_rows(home):

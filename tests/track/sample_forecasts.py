@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from argosy import spec
+from argosy.track import layout
 
 WHY = {
     "ahead": "The mean of sources is below its 90% band in three evaluations running.",
@@ -74,7 +75,7 @@ def forecast(
 def write(home, name, body):
     path = home / "forecasts" / name / "page.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(body))
+    layout.write_json(path, body)
 
 
 def ladder(home, name, hero, rungs):

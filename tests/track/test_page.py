@@ -45,7 +45,7 @@ class Browser:
     def run(self, script):
         return self.post("/execute/sync", script=script, args=[])
 
-    def until(self, script, seconds=20):
+    def until(self, script, seconds=60):
         """Wait until a script gives something true."""
         deadline = time.monotonic() + seconds
         while not (found := self.run(script)):
@@ -64,7 +64,7 @@ def browser():
         port = free.getsockname()[1]
     with subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as driver:
         try:
-            for _ in range(100):
+            for _ in range(600):
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                     break
                 time.sleep(0.1)
