@@ -48,10 +48,14 @@ def forecast(home: Path, name: str) -> Body:
     body = loaded(page_path(home, name), {"forecast": dict, "bands": dict}, remedy)
     if not body:
         return {}
+    if not isinstance(body.get("verdict"), dict | None):
+        raise ValueError(f"{page_path(home, name)} is not what was written: its verdict is no object; {remedy}")
     for metric, band in body["bands"].items():
         columns: list[Any] = [band.get(key) for key in BAND] if isinstance(band, dict) else [None]
         if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) > 1:
             raise ValueError(f"{page_path(home, name)} is not what was written: the columns of {metric} are uneven; {remedy}")
+        if not all(isinstance(value, int | float | None) for column in columns for value in column):
+            raise ValueError(f"{page_path(home, name)} is not what was written: {metric} holds more than numbers; {remedy}")
     known = {metric: metrics.describe(metric) for metric in sorted(body["bands"], key=metrics.rank)}
     about = {metric: {"unit": m.unit, "meaning": m.meaning, "panel": m.panel, "label": m.label} for metric, m in known.items()}
     told = body.get("verdict")

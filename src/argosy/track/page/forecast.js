@@ -113,7 +113,7 @@ function registration(about) {  // who promised what, when
   const when = about.created ? new Date(about.created).toLocaleString("en-GB", { day: "numeric", month: "short", year: "numeric", hour: "2-digit", minute: "2-digit", timeZone: "UTC" }) + " UTC" : "at an unknown time";
   const updates = about.late && typeof about.late === "object" ? about.late.updates : about.late;
   const late = Boolean(about.late);
-  const lines = [["registered", [`${when}, `, element("strong", { className: late ? "late" : "", textContent: late ? `late, after ${Number.isFinite(updates) && updates !== true ? `${grouped(updates)} updates` : "the first update"}` : "before the first update" })]]];
+  const lines = [["registered", [`${when}, `, element("strong", { className: late ? "late" : "", textContent: about.bridged && about.when ? about.when : late ? `late, after ${Number.isFinite(updates) && updates !== true ? `${grouped(updates)} updates` : "the first update"}` : "before the first update" })]]];
   if (about.number > 1 || about.supersedes) lines.push(["number", [`${about.number}, in place of ${about.number > 1 ? about.number - 1 : "an earlier one"}${about.reason ? `: ${about.reason}` : ""}`]]);
   if (about.bridged) lines.push(["bridged", [element("strong", { textContent: "over a change" }), ": bands shifted by its measured effect and widened", ...(typeof about.bridged === "object" ? [`; ${plain(about.bridged)}`] : [])]]);
   lines.push(["witness", about.witness_damaged ? [about.witness_damaged] : witnesses(about.witness)]);
