@@ -122,6 +122,37 @@ def test_isoflop_tables_without_steps():
     assert body["rows"][0]["step"] is None and body["rows"][0]["tokens"] is None
 
 
+def test_parameters_that_are_not_active_count_where_sparsity_differs():
+    """Models with 2 and 8 times their active parameters say what 32 times are worth, on a formula with N = active^0.7 total^0.3."""
+    rows = []
+    for active in (5e7, 1e8, 2e8, 4e8):
+        for ratio, each in itertools.product((2, 8, 32), (20, 100)):
+            value = 1.8 + 480 * (active * ratio**0.3) ** -0.35 + 2000 * (each * active) ** -0.366
+            row = {"run": f"{active:g}-{ratio}-{each}", "metric": "loss", "active_params": active, "tokens": each * active}
+            rows.append(row | {"total_params": ratio * active, "value": value})
+    points, target = [[r for r in rows if (r["total_params"] > 30 * r["active_params"]) == far] for far in (False, True)]
+    body = forecast(points, target)
+    assert np.abs(column(body, "mean") / [r["value"] for r in target] - 1).max() < 0.01
+    assert abs(body["fit"]["parameters"]["loss"]["tau"] - 0.3) < 0.1
+
+
+def test_one_size_says_what_another_is_worth_within_its_band():
+    """From one size at five lengths to three times the size on a published surface (2404.10102): within 3%, where the band says so."""
+    surface_ = lambda n, d: 1.8172 + 482.01 * n**-0.3478 + 2085.43 * d**-0.3658  # noqa: E731
+    row = lambda n, d: {"run": f"{n:g}-{d:g}", "metric": "loss", "active_params": n, "tokens": d, "value": surface_(n, d)}  # noqa: E731
+    body = forecast([row(2e8, 2e8 * r) for r in (10, 20, 40, 100, 200)], [row(6e8, 6e8 * r) for r in (20, 100)])
+    actual = [surface_(6e8, 6e8 * r) for r in (20, 100)]
+    assert np.abs(column(body, "mean") / actual - 1).max() < 0.03
+    assert ((column(body, "lo90") < actual) & (column(body, "hi90") > actual)).all()
+
+
+def test_flops_and_steps_without_tokens_follow_the_flops():
+    """Within 1%, though the steps of the rungs say nothing of their sizes."""
+    points, target = [[{k: v for k, v in r.items() if k not in ("tokens", "active_params")} for r in rows] for rows in ladder()]
+    body, actual = forecast(points, target), np.array([r["value"] for r in target])
+    assert np.abs(column(body, "mean") / actual - 1).mean() < 0.01
+
+
 def test_flops_alone_are_an_envelope():
     rows = [{"run": f"{c:g}", "metric": "loss", "flops": c, "value": 1.5 + 85 * c**-0.088} for c in np.geomspace(1e18, 1e21, 7)]
     far = {"run": "far", "metric": "loss", "flops": 1e23}

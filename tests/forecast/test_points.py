@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from argosy.forecast import fit
+from argosy.forecast import consistent, fit
 from argosy.forecast import points as P
 
 METRIC = "eval_dropless/paloma/macro/loss"
@@ -62,6 +62,23 @@ def changed(row: int, **cells) -> list[dict]:
         (changed(3, value="x"), hero(), r"row 4 .*must be a number"),
         (changed(3, tokens="inf"), hero(), r"row 4.*left empty"),
         (changed(3, active_params=-5), hero(), r"row 4 .*active_params is -5"),
+        (changed(0, tokens=0), hero(), r"row 1 .*tokens is 0 after 50 updates"),
+        (changed(3, tokens=1e80), hero(), r"row 4 .*tokens is 1e\+80; a quantity is between"),
+        (
+            changed(3, active_params=2e8),
+            hero(),
+            "POINTS a: active_params goes from 100000000 at step 150 to 200000000 at step 200; .*one size",
+        ),
+        (
+            ladder(),
+            [row | {"total_params": 1e9 * row["step"]} for row in hero()],
+            "TARGET hero: total_params goes from .*one size",
+        ),
+        (
+            [row | {"tokens": None, "tokens_per_step": 1e6 * (1 + (row["step"] > 500))} for row in ladder()],
+            hero(),
+            r"tokens_per_step goes from 1000000 at step 500 to 2000000 at step 550, and tokens are not given",
+        ),
         (changed(3, step=2000), hero(), "beyond steps_total"),
         (changed(3, run=""), hero(), "must have names"),
         ([*ladder(), ladder()[4] | {"value": 3.0}], hero(), r"rows 5 and 61 are both a.*values"),
@@ -101,6 +118,35 @@ def test_alarms_of_tables(points, target, code):
     assert code in {a["code"] for a in forecast(points, target)["fit"]["alarms"]}
 
 
+def test_one_bad_evaluation_is_told_and_changes_little():
+    """A row at three times its value between good ones: the forecast moves by under half a percent, the band by a third at most."""
+    plain, bad = forecast(ladder(), hero()), forecast(changed(30, value=3 * ladder()[30]["value"]), hero())
+    a, b = plain["rows"][-1], bad["rows"][-1]
+    assert abs(b["mean"] / a["mean"] - 1) < 0.005
+    assert b["hi90"] - b["lo90"] < 4 / 3 * (a["hi90"] - a["lo90"])
+    assert {x["code"] for x in bad["fit"]["alarms"]} - {x["code"] for x in plain["fit"]["alarms"]} >= {"row_off_trend"}
+
+
+def test_rows_of_a_run_are_made_to_agree():
+    """A size that a row lacks is its run's; a batch ramp, rows before training and total parameters for active ones are told."""
+    rows = changed(3, active_params=None)
+    rows[7:] = [row | {"tokens_per_step": 2 * row["tokens_per_step"]} for row in rows[7:]]
+    rows.append(rows[0] | {"step": 0, "tokens": 0, "flops": 0, "value": 11.0})
+    points, target, remarks = consistent.tidied(P.of_rows(rows), P.of_rows(hero(), "TARGET"))
+    assert points.active_params[3] == 1e8 and len(points) == 60
+    assert [code for code, _ in remarks] == ["batch_changes", "untrained_rows"]
+    bare = [row | {"active_params": None} for row in hero()]
+    points, target, remarks = consistent.tidied(P.of_rows(ladder()), P.of_rows(bare, "TARGET"))
+    assert [code for code, _ in remarks] == ["mixed_params"]
+    assert P.derived(points)["N"][0] == 1e9 and P.derived(target)["N"][0] == 2e11
+
+
+def test_finished_models_under_one_name_are_taken_apart():
+    rows = [row | {"run": "all", "steps_total": row["step"]} for row in ladder() if row["step"] == 1000]
+    points, _, remarks = consistent.tidied(P.of_rows(rows), P.of_rows(hero(), "TARGET"))
+    assert len(set(points.run)) == 3 and not remarks
+
+
 def test_files_need_their_columns(tmp_path):
     file = tmp_path / "points.csv"
     file.write_text("run,metric,step,loss\na,b,1,2\n")
@@ -111,6 +157,11 @@ def test_files_need_their_columns(tmp_path):
         P.read(file, "POINTS")
     file.write_text(",".join((*P.POINTS_COLUMNS, "value")) + "\n")
     with pytest.raises(ValueError, match=r"there twice: value"):
+        P.read(file, "POINTS")
+    file.write_text(",".join(P.POINTS_COLUMNS) + "\n" + "," * 10 + "\na,b" + "," * 9 + "\n")
+    assert len(P.read(file, "POINTS")) == 1  # an empty line of a spreadsheet is none
+    file.write_text(",".join(P.POINTS_COLUMNS) + "\n" + "x" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"line \d is no line of a CSV file: field larger"):
         P.read(file, "POINTS")
     file.write_bytes("run,metric".encode("utf-16"))
     with pytest.raises(ValueError, match=r"points\.csv is no text in UTF-8"):

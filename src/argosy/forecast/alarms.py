@@ -41,6 +41,17 @@ def tables(points: P.Table, target: P.Table, metric: str) -> list[Alarm]:
         found.append(alarm("too_few_runs", f"{metric}: {len(set(points.run))} run(s); the trend in scale is the prior's"))
     fraction = cells["g"]
     runs = np.array(points.run)
+    if (
+        np.isnan(fraction).any()
+        and len(runs) >= 3 * len(set(points.run))
+        and not set(points.run) <= set(P.paths(points, target))
+    ):
+        found.append(
+            alarm(
+                "no_progress",
+                f"{metric}: runs have several rows but no step and steps_total: each row counts as a finished run",
+            )
+        )
     for run in dict.fromkeys(points.run):
         own = fraction[runs == run]
         if not np.isnan(own).any() and own.max() < UNFINISHED:
@@ -107,8 +118,8 @@ def residuals(found: joint.Fitted, points: P.Table, metric: str) -> list[Alarm]:
             off = float(found.residual[own & (fraction == first)][0])
             if abs(off) > max(3 * found.noise, EARLY):
                 early.append(f"{run} at {first:.0%} {math.expm1(off):+.2%}")
-    off = joint.alone(law, found.run_of, used.step)
-    if strays := [f"{used.run[i]} at step {used.step[i]:g} {math.expm1(off[i]):+.1%}" for i in np.flatnonzero(off)]:
+    apart = joint.alone(law, found.run_of, used.step)
+    if strays := [f"{used.run[i]} at step {used.step[i]:g} {math.expm1(apart[i]):+.1%}" for i in np.flatnonzero(apart)]:
         out.append(alarm("row_off_trend", f"{metric}: rows lie far off the ones beside them: {', '.join(strays[:4])}"))
     if early:
         out.append(alarm("early_off_trend", f"{metric}: early points lie off the law: {', '.join(early)}"))
@@ -121,7 +132,11 @@ def coarse_rates(found: joint.Fitted, points: P.Table, target: P.Table, metric: 
         return []
     out = []
     for run, path in P.paths(points, target).items():
-        wide = (np.diff(path.step) > FAR * path.step[-1]) & (np.abs(np.diff(path.lr)) > FALL * path.lr.max()) & (path.step[:-1] > 0)
+        wide = (
+            (np.diff(path.step) > FAR * path.step[-1])
+            & (np.abs(np.diff(path.lr)) > FALL * path.lr.max())
+            & (path.step[:-1] > 0)
+        )
         if wide.any():
             i = int(np.argmax(wide))
             out.append(
@@ -130,7 +145,10 @@ def coarse_rates(found: joint.Fitted, points: P.Table, target: P.Table, metric: 
     if not out:
         return []
     return [
-        alarm("coarse_rates", f"{metric}: learning rates are taken as linear between far rows: {', '.join(out[:3])}; give more rows")
+        alarm(
+            "coarse_rates",
+            f"{metric}: learning rates are taken as linear between far rows: {', '.join(out[:3])}; give more rows",
+        )
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from argosy.forecast import accuracy, alarms, joint, per_fraction, surface, trend
+from argosy.forecast import accuracy, alarms, consistent, joint, per_fraction, surface, trend
 from argosy.forecast import points as P
 
 METHODS = ("joint", "per_fraction", "schedule")
@@ -59,8 +59,9 @@ def fit(
             " rule's own mean error"
         )
     checked = P.check(points, target)
+    fitted, wanted, remarks = consistent.tidied(checked, target)
     out: dict[str, list[Any]] = {name: [None] * len(target) for name in (*BANDS, "reason")}
-    about: Body = {"method": method, "parameters": {}, "noise": {}, "alarms": []}
+    about: Body = {"method": method, "parameters": {}, "noise": {}, "alarms": [alarms.alarm(*r) for r in remarks]}
     joined: Body | None = {} if covariance else None
     if len(checked) < len(points):
         about["alarms"].append(
@@ -68,11 +69,11 @@ def fit(
         )
     for metric in dict.fromkeys(target.metric):
         asked = np.flatnonzero([m == metric for m in target.metric])
-        own = P.take(checked, np.flatnonzero([m == metric for m in checked.metric]))
+        own = P.take(fitted, np.flatnonzero([m == metric for m in fitted.metric]))
         if not len(own):
             fill(out, asked, {}, np.array([f"POINTS have no {metric}"] * len(asked)))
             continue
-        rows = P.take(target, asked)
+        rows = P.take(wanted, asked)
         if method == "per_fraction":
             by_fraction(out, about, asked, own, rows, metric, tail_correction)
         elif P.kind(metric) == "other":
@@ -85,7 +86,7 @@ def fit(
             if joined is not None:
                 joined[metric] = covariances(asked, rows, *trend.covariance(smooth, rows), smooth.zero)
         else:
-            by_law(out, about, joined, asked, checked, own, rows, metric, method, seed)
+            by_law(out, about, joined, asked, fitted, own, rows, metric, method, seed)
     body = {"rows": [row(target, out, i) for i in range(len(target))], "fit": about}
     return body if joined is None else body | {"covariance": joined}
 
@@ -174,7 +175,7 @@ def reasons_of(points: P.Table, rows: P.Table) -> np.ndarray:
         early = asked["s"] < 0.9 * step.min()
         if not told:
             early = np.where(np.isnan(asked["g"]), early, asked["g"] < 0.9 * fraction.min())
-        nothing = (asked["s"] == 0) | (asked["D"] == 0)
+        nothing = (asked["s"] == 0) | (asked["D"] == 0) | (asked["C"] == 0)
     for i in np.flatnonzero(early | nothing):
         out[i] = out[i] or (
             f"step {asked['s'][i]:g} of the run comes before what is fitted of the points, which begins at step {step.min():g}"

@@ -28,7 +28,9 @@ PRIOR_DOUBT = 1.4  # the priors' places are drawn this many spreads wide: they a
 STRAY = 0.02  # of log L: a row that lies this far off both of its neighbours says nothing of the law
 WILD = 4.0  # robust spreads of the refits at a row: what lies beyond counts as this far
 PER_DECADE = 0.002  # of log L, for each decade of FLOPs beyond the largest run
-PER_DECADE_OF_RATIO = 0.015  # the same for tokens per parameter outside the runs': how N and D share the work is what a fit knows least
+PER_DECADE_OF_RATIO = (
+    0.015  # the same for tokens per parameter outside the runs': how N and D share the work is what a fit knows least
+)
 LEVELS = {"lo50": 0.25, "hi50": 0.75, "lo90": 0.05, "hi90": 0.95}
 
 
@@ -178,13 +180,17 @@ def parts(found: Fitted, points: P.Table, target: P.Table) -> Parts:
 
 def alone(residual: np.ndarray, run_of: np.ndarray, step: np.ndarray) -> np.ndarray:
     """How far each row lies off its two neighbours in its run, where both lie far from it alone (a bad evaluation); else 0."""
-    off = np.zeros(len(residual))
+    off, bend = np.zeros(len(residual)), []
     for k in range(run_of.max() + 1):
         own = np.flatnonzero(run_of == k)
         own = own[np.argsort(step[own], kind="stable")]
-        three = np.stack([residual[own[:-2]], residual[own[1:-1]], residual[own[2:]]]) if len(own) > 2 else np.zeros((3, 0))
+        if len(own) < 3:
+            continue
+        three = np.stack([residual[own[:-2]], residual[own[1:-1]], residual[own[2:]]])
         off[own[1:-1]] = three[1] - np.median(three, axis=0)
-    return np.where(np.abs(off) > max(STRAY, 6 * float(np.sqrt(np.mean(np.minimum(off**2, NOISE_START**2))))), off, 0)
+        bend += (three[1] - (three[0] + three[2]) / 2).tolist()
+    scale = float(np.median(np.abs(bend))) / 0.6745 if bend else 0.0
+    return np.where(np.abs(off) > max(STRAY, 6 * scale), off, 0)
 
 
 def predict(p: Parts, seed: int = 1) -> dict[str, np.ndarray]:
@@ -225,12 +231,17 @@ def luck(found: Fitted) -> float:
 def drift(points: P.Table, target: P.Table) -> np.ndarray:
     """Spread of the target's rows in log L, common to all, for their distance from the points in FLOPs and in tokens per parameter.
 
-    Points without sizes have no such ratio; there tokens stand for it if fewer than three runs say how the loss falls with them.
+    Points without sizes have no such ratio; there tokens or updates stand for it if fewer than three runs say how the loss falls with them.
     """
     cells, asked = P.derived(points), P.derived(target)
-    few = len(set(points.run)) < FEW_CURVES
-    ratio = [c["D"] / c["N"] if not np.isnan(cells["N"]).any() else c["D"] if few else c["D"] * math.nan for c in (cells, asked)]
-    return np.hypot(PER_DECADE * beyond(cells["C"], asked["C"]), PER_DECADE_OF_RATIO * beyond(*ratio, below=True))
+    if np.isnan(cells["N"]).any():
+        name = "s" if np.isnan(cells["D"]).any() else "D"
+        few = len(set(points.run)) < FEW_CURVES
+        known, wanted = (cells[name], asked[name]) if few else (np.ones(1), np.ones(len(target)))
+    else:
+        known, wanted = cells["D"] / cells["N"], asked["D"] / asked["N"]
+    far = PER_DECADE * beyond(cells["C"], asked["C"])
+    return np.hypot(far, PER_DECADE_OF_RATIO * beyond(known, wanted, below=True))
 
 
 def beyond(known: np.ndarray, asked: np.ndarray, below: bool = False) -> np.ndarray:

@@ -20,6 +20,7 @@ import numpy as np
 NUMBERS = ("step", "steps_total", "tokens", "tokens_per_step", "active_params", "total_params", "flops", "lr")
 TARGET_COLUMNS = ("run", "metric", *NUMBERS)
 POINTS_COLUMNS = (*TARGET_COLUMNS, "value")
+LEAST, MOST = 1e-30, 1e60  # of any quantity in a table
 FLOPS_PER_TOKEN = 6  # per active parameter, where a table has no FLOPs or no tokens
 
 OTHER = re.compile(
@@ -109,9 +110,12 @@ def read(path: Path | str, what: str) -> Table:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} {path} is no text in UTF-8: {error}; a table is a CSV file") from error
-    reader = csv.DictReader(io.StringIO(text))
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     want = POINTS_COLUMNS if what == "POINTS" else TARGET_COLUMNS
-    have = [name.strip() for name in reader.fieldnames or ()]
+    try:
+        have = [name.strip() for name in reader.fieldnames or ()]
+    except csv.Error as error:
+        raise ValueError(f"{what} {path} line 1 is no line of a CSV file: {error}") from error
     missing = [name for name in want if name not in have]
     extra = [repr(name)[1:-1][:80] for name in have if name not in POINTS_COLUMNS]
     if twice := sorted({name for name in have if have.count(name) > 1} - {""}):
@@ -130,10 +134,14 @@ def read(path: Path | str, what: str) -> Table:
             + f"; the columns are {','.join(want)}, and cells that a set does not have are left empty"
         )
     rows = []
-    for line, row in enumerate(reader, 2):
-        if None in row or any(cell is None for cell in row.values()):
-            raise ValueError(f"{what} {path} line {line} does not have {len(have)} cells")
-        rows.append({name.strip(): cell for name, cell in row.items()})
+    try:
+        for row in reader:
+            if None in row or any(cell is None for cell in row.values()):
+                raise ValueError(f"{what} {path} line {reader.line_num} does not have {len(have)} cells")
+            if any(cell.strip() for cell in row.values()):
+                rows.append({name.strip(): cell for name, cell in row.items()})
+    except csv.Error as error:
+        raise ValueError(f"{what} {path} line {reader.line_num} is no line of a CSV file: {error}") from error
     return of_rows(rows, what)
 
 
@@ -154,11 +162,16 @@ def check(points: Table, target: Table) -> Table:
                 )
         for name in NUMBERS:
             column = getattr(table, name)
-            least = 0.0 if name in ("lr", "step", "tokens", "flops") else 1e-300
-            bad = np.flatnonzero(column < least)
+            zero = (column == 0) & (name in ("lr", "step", "tokens", "flops"))
+            bad = np.flatnonzero(~(zero | np.isnan(column) | ((column >= LEAST) & (column <= MOST))))
             if bad.size:
                 i = int(bad[0])
-                raise ValueError(f"{what} row {i + 1} ({table.run[i]}): {name} is {column[i]:g}; it must be positive or empty")
+                rule = (
+                    "it must be positive or empty"
+                    if column[i] <= 0
+                    else f"a quantity is between {LEAST:g} and {MOST:g}, or empty"
+                )
+                raise ValueError(f"{what} row {i + 1} ({table.run[i]}): {name} is {column[i]:g}; {rule}")
         late = np.flatnonzero(table.step > table.steps_total * (1 + 1e-9))
         if late.size:
             i = int(late[0])
@@ -191,6 +204,8 @@ def values(points: Table) -> None:
         where = f"POINTS row {i + 1} ({points.run[i]}, {metric}, step {points.step[i]:g})"
         if math.isnan(value):
             raise ValueError(f"{where}: the value is empty or NaN; leave the row out")
+        if abs(value) > MOST:
+            raise ValueError(f"{where}: {value:g} is no measured value; leave the row out")
         what = kind(metric)
         if what == "loss" and value <= 0:
             raise ValueError(f"{where}: a loss of {value:g} is not positive; leave the row out, or check the metric's sign")
@@ -274,10 +289,19 @@ def derived(table: Table) -> dict[str, np.ndarray]:
     a table with FLOPs and tokens alone gets N = C / 6D.
     """
     first = lambda *columns: np.select([~np.isnan(c) for c in columns], columns, math.nan)  # noqa: E731
-    params = first(table.active_params, table.total_params)
-    tokens = first(table.tokens, table.step * table.tokens_per_step, table.flops / (FLOPS_PER_TOKEN * params))
-    flops = first(table.flops, FLOPS_PER_TOKEN * params * tokens)
-    params = first(params, flops / (FLOPS_PER_TOKEN * tokens))
-    batch = first(table.tokens_per_step, tokens / table.step)
-    fraction = first(table.step / table.steps_total)
-    return {"N": params, "D": tokens, "s": table.step, "g": fraction, "C": flops, "batch": batch, "T": table.total_params / table.active_params}
+    with np.errstate(divide="ignore", invalid="ignore"):  # rows from before the first update
+        params = first(table.active_params, table.total_params)
+        tokens = first(table.tokens, table.step * table.tokens_per_step, table.flops / (FLOPS_PER_TOKEN * params))
+        flops = first(table.flops, FLOPS_PER_TOKEN * params * tokens)
+        params = first(params, flops / (FLOPS_PER_TOKEN * tokens))
+        batch = first(table.tokens_per_step, tokens / table.step)
+        fraction = first(table.step / table.steps_total)
+    return {
+        "N": params,
+        "D": tokens,
+        "s": table.step,
+        "g": fraction,
+        "C": flops,
+        "batch": batch,
+        "T": table.total_params / table.active_params,
+    }

@@ -28,7 +28,7 @@ FLOOR_UNSPLIT_SPREAD, BALANCED, SPLIT_SPREAD = 1.0, 20.0, 0.7
 AMPLITUDE, AMPLITUDE_SPREAD = 0.2, 1.0  # of A and B at the middle of the data, over the middle loss
 EXPONENT, EXPONENT_SPREAD = 0.25, 0.35  # of D, and of N but for the next line
 # Parameters that are not active count for something: N is active^(1 - tau) total^tau, where the ratio differs by more than SPARSITY.
-TOTAL, TOTAL_SPREAD, SPARSITY = 0.4, 0.2, 1.5
+TOTAL, TOTAL_SPREAD, SPARSITY = 0.4, 0.2, 2.0
 TILT, TILT_SPREAD = 0.0, 0.2  # log(a / b): compute-optimal N and D grow alike
 COMPUTE, COMPUTE_SPREAD = 0.09, 0.35  # of C, where N and D are not known apart
 EARLY, EARLY_SPREAD = 0.02, 1.0  # G over the middle loss
