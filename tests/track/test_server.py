@@ -189,7 +189,7 @@ def test_a_forecast_is_told_and_its_changes_are_pushed(home):
         assert ask(address, "api/run/pocket")[1]["forecast"] == news["forecast"]
         path = home / "forecasts" / "pocket" / "page.json"
         uneven = dict(written, bands={HEAD: {**written["bands"][HEAD], "mean": [1.0]}})
-        letters = dict(written, bands={HEAD: dict.fromkeys(written["bands"][HEAD], ["a"])})
+        letters = dict(written, bands={HEAD: {key: ["a"] for key in written["bands"][HEAD]}})
         damaged = [json.dumps(body) for body in (uneven, letters, written | {"verdict": "off"})]
         for text in ("{", "[]", "null", '{"forecast": {}}', '{"forecast": {}, "bands": {"x": 1}}', *damaged):
             path.write_text(text)

@@ -1,4 +1,4 @@
-"""The live page: a few JSON endpoints over the run folders, pushed news, and four static files.
+"""The live page: a few JSON endpoints over the run folders, pushed news, and five static files.
 
 Plotly's JavaScript is served out of the installed `plotly` package; the page asks nothing of any other host. The
 server only reads. It runs as a process of its own, at low priority, and ends with the process that started it,
@@ -125,9 +125,7 @@ def application(home: Path, run: str = "") -> Starlette:
 
     routes = [
         Route("/", static(PAGE / "index.html", {"Content-Security-Policy": POLICY})),
-        Route("/page.css", static(PAGE / "page.css")),
-        Route("/page.js", static(PAGE / "page.js")),
-        Route("/forecast.js", static(PAGE / "forecast.js")),
+        *(Route(f"/{name}", static(PAGE / name)) for name in ("page.css", "page.js", "charts.js", "forecast.js")),
         Route("/plotly.min.js", static(plotly_file(), {"Cache-Control": "max-age=86400"})),
         Route("/api/runs", runs),
         Route("/api/run/{name}", about),
