@@ -1,13 +1,11 @@
 """The command line. Each command is one function; what it prints as a table it also prints with `--json`."""
 
-import contextlib
 import json as jsonlib
 import os
 import shlex
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
@@ -17,7 +15,7 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 from tyro.extras import SubcommandApp
 
-from argosy import runs, spec
+from argosy import progress, runs, spec
 from argosy.launch import join
 from argosy.plan.ladder import Rung
 
@@ -403,9 +401,9 @@ def check_ladder(name: Name, /, home: Path = HOME, json: Json = False) -> None:
         home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
-    from argosy.judge import check as checking
+    with progress.telling() as say:
+        from argosy.judge import check as checking
 
-    with telling() as say:
         found = checking.check(home, name, say)
     emit(found) if json else console().print(checking.show(found))
     if status := checking.EXIT[found["verdict"]]:
@@ -442,11 +440,11 @@ def fit(
         table = fitting.from_files(points, target, method, tail_correction)
         emit(table) if json else console().print(fitting.table(table))
         return
-    from argosy.judge import fits, report
-
     if tail_correction is not None:
         raise ValueError("--tail-correction belongs to --points and --target; leave it out with a NAME")
-    with telling() as say:
+    with progress.telling() as say:
+        from argosy.judge import fits, report
+
         found = fits.of_store(home, name, method, say)
     emit(found) if json else report.show(found, console())
 
@@ -489,10 +487,10 @@ def register(
         home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
-    from argosy.judge import register as registry
-    from argosy.judge import report
+    with progress.telling() as say:
+        from argosy.judge import register as registry
+        from argosy.judge import report
 
-    with telling() as say:
         path, body = registry.register(home, name, method=method, reason=reason, say=say)
     emit(report.registered(path, body)) if json else report.show_registered(path, body, console())
 
@@ -505,10 +503,10 @@ def verify(file: Annotated[Path, Positional], /, json: Json = False) -> None:
         file: A file like voyages/forecasts/pocket/0001.json.
         json: Print JSON alone.
     """
-    from argosy.judge import report
-    from argosy.judge import verify as verifying
+    with progress.telling() as say:
+        from argosy.judge import report
+        from argosy.judge import verify as verifying
 
-    with telling() as say:
         found = verifying.verify(file, say)
     emit(found) if json else report.show_verified(found, console())
     if not found["ok"]:
@@ -552,10 +550,10 @@ def bridge(
         home: Where runs and corpora live (or ARGOSY_HOME).
         json: Print JSON alone.
     """
-    from argosy.judge import bridge as bridging
-    from argosy.judge import report
+    with progress.telling() as say:
+        from argosy.judge import bridge as bridging
+        from argosy.judge import report
 
-    with telling() as say:
         path, body = bridging.bridge(home, name, event, rerun, reason=reason, say=say)
     emit(report.registered(path, body) | {"bridge": body["bridge"]}) if json else report.show_bridged(path, body, console())
 
@@ -577,24 +575,6 @@ def judge(name: Name, /, home: Path = HOME, json: Json = False) -> None:
         print(f"argosy: the page of {name} still shows the verdict before: its file is {found['page']}", file=sys.stderr)
     if found["verdict"] == "off":
         sys.exit(3)
-
-
-@contextlib.contextmanager
-def telling() -> Iterator[Callable[[str], None]]:
-    """A function that says on standard error what is being done: one line that changes on a terminal, else one now and then."""
-    if sys.stderr.isatty():
-        with Console(stderr=True, highlight=False).status("") as status:
-            yield status.update
-        return
-    last = time.monotonic()
-
-    def say(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > 5:
-            last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-    yield say
 
 
 @app.command
@@ -676,7 +656,9 @@ def note(run: Name, text: Name, /, at: int | None = None, home: Path = HOME, jso
     if not text.strip():
         raise ValueError("argosy note needs words: what was changed, e.g. 'mixture: more code'")
     read = log.read(run, home)
-    step = ladders.updates(read) if at is None else at
+    step, total = ladders.updates(read) if at is None else at, spec.steps(spec.from_json(read.run["run"]))
+    if not 0 <= step <= total:
+        raise ValueError(f"--at {step:,} is an update of the run, 0 to {total:,}; nearest legal {min(max(step, 0), total):,}")
     store.note(read.folder, "change", step, what=text.strip())
     said = {"run": read.name, "step": step, "what": text.strip()}
     emit(said) if json else print(f"noted in {read.name}, from update {step:,} on: {text.strip()}")

@@ -1,6 +1,7 @@
-"""What is shown on standard error while runs are trained: bars on a terminal, else a line now and then."""
+"""What is shown on standard error of what takes long: bars on a terminal, else a line now and then."""
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,29 @@ def bars() -> Progress:
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[Callable[[str], None]]:
+    """A function that says what is being done: one line that changes on a terminal, else one every five seconds at the most.
+
+    Meanwhile, imports of what does it included, SIGTERM interrupts as Ctrl-C does, so that nothing is left half-written.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # not the main thread: signals are somebody else's
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        if sys.stderr.isatty():
+            yield stack.enter_context(Console(stderr=True, highlight=False).status("")).update
+            return
+        last = time.monotonic()
+
+        def now_and_then(text: str) -> None:
+            nonlocal last
+            if time.monotonic() - last > 5:
+                last = time.monotonic()
+                say(text)
+
+        yield now_and_then
 
 
 @contextlib.contextmanager

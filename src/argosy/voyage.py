@@ -81,7 +81,8 @@ def foretold(run: spec.Run, host: spec.Host, rungs: Sequence[Rung], out: Console
     corpus(run, host)
     if not climb(host.name, rungs, host):
         return False
-    found = check.check(host.home, host.name)
+    with progress.telling() as say:
+        found = check.check(host.home, host.name, say)
     out.print(check.show(found))
     if found["verdict"] == "NO-GO" and not despite_no_go:
         raise NoGo(
@@ -89,7 +90,8 @@ def foretold(run: spec.Run, host: spec.Host, rungs: Sequence[Rung], out: Console
             " all the same with --despite-no-go"
         )
     if register.newest(host.home, host.name) is None:
-        _, body = register.register(host.home, host.name, run, say=progress.say)
+        with progress.telling() as say:
+            _, body = register.register(host.home, host.name, run, say=say)
         out.print("\n[bold]Forecast registered[/bold], to be published now, before there are results:")
         out.print(f"  {register.line(body)}\n", soft_wrap=True)
     return True
@@ -418,10 +420,7 @@ def summary(host: spec.Host) -> dict[str, Any]:
 def against(found: dict[str, Any]) -> str:
     """How a run compares with its registered forecast, in plain words."""
     about, one = found["forecast"], found["metrics"].get(found["headline"])
-    when = f"on {about['created'][:10]}, " + (
-        f"late: after {about['late']['updates']:,} updates" if about["late"] else "before the run's first update"
-    )
-    first = f"Registered {when}; {verdict.witnessed(about)}."
+    first = f"Registered on {about['created'][:10]}, {about['when']}; {verdict.witnessed(about)}."
     if one is None or one["actual"] is None or not one["mean"] or found["verdict"] in (None, "not comparable"):
         return f"{first}\n{(found['verdict'] or 'no verdict yet').capitalize()}: {found['why']}."
     unit = "bits per byte" if found["headline"].endswith("bpb") else ""
