@@ -126,7 +126,11 @@ def test_one_pair_is_wider_than_three_and_a_second_bridge_stands_on_the_first(ho
     assert effect["spread"] > three / 3
     with pytest.raises(ValueError, match="bridged already"):
         bridge.bridge(home, "hero", "change", ["d96=new-d96"])
+    with store.open_writer(home / "runs/hero", 819) as writer:
+        writer.lineage("change", 307, what="gates decay")  # noted later, of the same update
+    assert bridge.the_event(store.read(home / "runs/hero"), "change")["fields"] == {"what": "new mixture; gates decay"}
     path, two = bridge.bridge(home, "hero", "loss_spike@200", ["d64=new-d64"])
+    assert two["bridge"]["first"]["number"] == 1 and "bridged (after 819 updates)" in register.line(two)
     assert [b["event"]["step"] for b in bridge.history(two["bridge"])] == [307, 200]
     assert verify.consistent(two) == []
     again, effects = bridge.applied(register.all_of(home, "hero")[0]["forecast"], two["bridge"], pocket.run())

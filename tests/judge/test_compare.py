@@ -186,6 +186,11 @@ def test_runs_of_one_size_by_the_ladder_of_the_store(store):
     law, (x, y) = compare.compare("base", "variant", store)["law"], found["mean"]
     assert found["at"]["speedup"] == pytest.approx((x / y) ** (1 / law["alpha"]), rel=1e-9)
     assert (found["at"]["low"], found["verdict"]) == (None, "undecided")
+    broken = store / "ladders" / "a-broken-one.json"  # which comes first, and is none of theirs
+    broken.write_text("{}")
+    again = compare.compare("base-d64", "variant-d64", store)
+    assert again["at"] == found["at"] and "ladder 'a-broken-one' is left out" in " ".join(again["notes"])
+    broken.unlink()
     with pytest.raises(ValueError, match="different sizes"):
         compare.compare("base-d32", "base-d64", store)
     with pytest.raises(ValueError, match="nearest"):

@@ -45,7 +45,7 @@ def test_the_picture_holds_what_was_registered_and_measured(voyaged):
     expected = [step for step in points.evaluation_steps(hero) if 0.05 * total < step <= round(0.45 * total)]
     np.testing.assert_allclose(made.hero.share * total, expected)
     assert made.updated["share"][0] > 0.45 and made.updated["share"][-1] == 1
-    assert body["sha256"][:12] in made.below and "before the first update" in made.below
+    assert body["sha256"][:12] in made.below and "before the run's first update" in made.below
     assert made.title.startswith(f"hero: {plot.page(home, 'hero')['verdict']['verdict']}")
 
 

@@ -224,15 +224,24 @@ def test_a_change_ends_comparison_until_it_is_bridged(home, hero):
     assert "changed at update 307: gates decay; argosy forecast bridge hero --event change@307" in found["why"]
     before = register.newest(home, "hero")
     assert before is not None
-    step = {"event": {"kind": "change", "step": 307, "of": "lineage"}, "before": None}
+    noted = store.read(home / "runs/hero").lineage[-1]["time"]
+    step = {
+        "event": {"kind": "change", "step": 307, "of": "lineage", "time": noted},
+        "before": None,
+        "updates": 512,
+        "first": before,
+    }
     made = {"format", "name", "number", "supersedes", "code", "packages", "sha256"}
     register.write(home, "hero", {k: v for k, v in before.items() if k not in made} | {"bridge": step}, before)
     found = verdict.judge(home, "hero")
     assert found["verdict"] == "on track" and found["forecast"]["bridged"] and found["forecast"]["number"] == 2
-    assert "bridged over a change" in words(home)
+    said = f"after 512 updates, over a change; it shifts the forecast of {before['created'][:10]}, made before the run's first update"
+    assert found["forecast"]["when"] == said and said in " ".join(words(home).split())
     with store.open_writer(home / "runs/hero", 512) as writer:
+        writer.lineage("change", 307, what="decay too")
         writer.lineage("change", 512, what="another")
-    assert [d[:21] for d in verdict.judge(home, "hero")["differences"]] == ["changed at update 512"]
+    told = [d[:32] for d in verdict.judge(home, "hero")["differences"]]
+    assert told == ["changed at update 307: decay too", "changed at update 512: another; "]
 
 
 def test_a_superseded_forecast_is_not_used_and_a_late_one_is_marked(home, hero):

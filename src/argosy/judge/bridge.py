@@ -50,13 +50,16 @@ def bridge(
         raise ValueError(f"no forecast of {name!r} is registered, so none can be bridged; argosy forecast register {name}")
     hero, log = spec.from_json(before["hero"]), logs.read(home / "runs" / name)
     record = the_event(log, event)
-    if any(old["event"] == record for old in history(before.get("bridge"))):
+    if any(covers(old, record) for old in history(before.get("bridge"))):
         raise ValueError(f"{record['kind']}@{record['step']} is bridged already, by forecast {before['number']:04d}")
     say("reading the pairs")
     pairs, changed = read_pairs(home, before, reruns, record["step"] / spec.steps(hero))
     made: Body = {
         "event": record,
         "updates": ladders.updates(log),
+        "first": before["bridge"]["first"]
+        if before.get("bridge")
+        else {key: before[key] for key in ("number", "created", "sha256")},
         "changed": changed,
         "transfer": TRANSFER,
         "pairs": pairs,
@@ -82,14 +85,29 @@ def bridge(
     return path, body
 
 
+def covers(made: Body, record: Body) -> bool:
+    """Whether a bridge was made over a record of the run, and not before it was noted."""
+    event = made["event"]
+    return (event["kind"], event["step"]) == (record["kind"], record["step"]) and record["time"] <= event["time"]
+
+
+def told(fields: Body) -> str:
+    """What a record says."""
+    return ", ".join(f"{v}" if k == "what" else f"{k} {v}" for k, v in fields.items()) or "not said what"
+
+
 def the_event(log: logs.RunLog, asked: str) -> Body:
-    """The one record of a run that is meant: kind, step, fields, and where it is from.
+    """The one record of a run that is meant: kind, step, fields, and where it is from; records of one kind and step are one.
 
     Raises:
         ValueError: when there is none, or more than one, with a list.
     """
     records = [r | {"of": "event"} for r in log.events if not r["superseded"]] + [r | {"of": "lineage"} for r in log.lineage]
-    there = {(r["kind"], r["step"]): r for r in records if r["kind"] not in OWN}
+    there: dict[tuple[str, int], Body] = {}
+    for r in sorted((r for r in records if r["kind"] not in OWN), key=lambda r: r["time"]):
+        same = there.get((r["kind"], r["step"]))  # a rerun from that update on has both changes
+        fields = r["fields"] if same is None else {"what": f"{told(same['fields'])}; {told(r['fields'])}"}
+        there[r["kind"], r["step"]] = r | {"fields": fields}
     listed = ", ".join(f"{kind}@{step}" for kind, step in sorted(there, key=lambda k: k[1])) or "none"
     kind, _, step = asked.partition("@")
     if step and not re.fullmatch(r"\d+", step):

@@ -241,23 +241,37 @@ def exponent(run: Final, home: Path, level: float, floor: float, ladder: str, al
     """
     if alpha is not None:
         return Exponent(alpha, level, {}, {"from": "--alpha", "alpha": alpha, "floor": level}, [])
-    names = [ladder] if ladder else sorted(path.stem for path in (home / "ladders").glob("*.json"))
-    for name in names:
-        found, _ = sizes(name, home)
-        unlike = [reason for other in found.values() for reason in finals.unlike(run, other)]
-        if ladder and unlike:
-            raise ValueError(f"the ladder of {ladder!r} says nothing about {run.name}: {unlike[0]}")
-        if unlike or len(found) < speedup.FEWEST:
+    damaged = []
+    for name in [ladder] if ladder else sorted(path.stem for path in (home / "ladders").glob("*.json")):
+        try:
+            fitted = _of_ladder(run, name, home, floor)
+        except ValueError as error:
+            if ladder:
+                raise
+            damaged.append(f"ladder {name!r} is left out: {error}")
             continue
-        _, values = finals.same_text(list(found.values()))
-        points = (np.array([f.flops for f in found.values()]), np.array(values))
-        refits = {share: speedup.law(*points, share * min(values)) for share in speedup.FLOORS}
-        chosen = speedup.law(*points, floor * min(values))
-        note = "the interval holds the luck of seeds, not what is unsure about the exponent"
-        return Exponent(chosen.alpha, chosen.floor, refits, {"from": name, **_law(points, floor)}, [note])
-    if ladder:
-        raise ValueError(f"the ladder of {ladder!r} has fewer than {speedup.FEWEST} finished sizes; an exponent needs them")
-    return Exponent(None, 0.0, {}, None, ["no ladder in the store says what a difference is worth in compute; or give --alpha"])
+        if not isinstance(fitted, str):
+            return fitted._replace(notes=[*fitted.notes, *damaged])
+        if ladder:
+            raise ValueError(fitted)
+    none = "no ladder in the store says what a difference is worth in compute; or give --alpha"
+    return Exponent(None, 0.0, {}, None, [none, *damaged])
+
+
+def _of_ladder(run: finals.Final, name: str, home: Path, floor: float) -> Exponent | str:
+    """The exponent of a ladder's finished sizes, or why they have none for this run."""
+    found, _ = sizes(name, home)
+    unlike = [reason for other in found.values() for reason in finals.unlike(run, other)]
+    if unlike:
+        return f"the ladder of {name!r} says nothing about {run.name}: {unlike[0]}"
+    if len(found) < speedup.FEWEST:
+        return f"the ladder of {name!r} has fewer than {speedup.FEWEST} finished sizes; an exponent needs them"
+    _, values = finals.same_text(list(found.values()))
+    points = (np.array([f.flops for f in found.values()]), np.array(values))
+    refits = {share: speedup.law(*points, share * min(values)) for share in speedup.FLOORS}
+    chosen = speedup.law(*points, floor * min(values))
+    note = "the interval holds the luck of seeds, not what is unsure about the exponent"
+    return Exponent(chosen.alpha, chosen.floor, refits, {"from": name, **_law(points, floor)}, [note])
 
 
 def _gain(pairs: Sequence[tuple[float, float]], alpha: float, floor: float, scale: float) -> speedup.Effect:

@@ -165,8 +165,7 @@ def titles(drawn: Body, body: Body) -> tuple[str, str]:
         said += f" since update {judged['since_step']:,}"
     if body.get("bridge"):
         said += " (bridged)"
-    late = f"late, after {body['late']['updates']:,} updates" if body.get("late") else "before the first update"
-    registered = f"forecast {body['number']:04d} ({body['method']}), registered {body['created'][:16].replace('T', ' ')} UTC, {late}, sha256 {body['sha256'][:12]}"
+    registered = f"forecast {body['number']:04d} ({body['method']}), registered {body['created'][:16].replace('T', ' ')} UTC, {register.when(body)}, sha256 {body['sha256'][:12]}"
     return said, registered
 
 

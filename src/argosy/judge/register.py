@@ -301,6 +301,7 @@ def inside(body: Body) -> None:
             raise ValueError(f"{metric} has no covariance of its rows")
     if body["bridge"] is not None:
         str(body["bridge"]["event"]["kind"]), int(body["bridge"]["event"]["step"])
+        when(body)
 
 
 def files(home: Path, name: str) -> Iterator[Path]:
@@ -363,7 +364,23 @@ def line(body: Body) -> str:
     'argosy forecast pocket 0001 2026-11-29T22:00:00+00:00 late (after 3 updates) sha256 ab12'
     """
     mark = f" late (after {body['late']['updates']:,} updates)" if body.get("late") else ""
+    mark += f" bridged (after {body['bridge']['updates']:,} updates)" if body.get("bridge") else ""
     return f"argosy forecast {body['name']} {body['number']:04d} {body['created']}{mark} sha256 {body['sha256']}"
+
+
+def when(body: Body) -> str:
+    """When a forecast was made, in the run's updates, in words.
+
+    >>> when({"late": None, "bridge": None})
+    "before the run's first update"
+    >>> when({"late": None, "bridge": {"updates": 400, "first": {"created": "2026-11-29T22:00:00+00:00"}}})
+    "after 400 updates, over a change; it shifts the forecast of 2026-11-29, made before the run's first update"
+    """
+    made = body.get("bridge")
+    first = f"late, after {body['late']['updates']:,} updates" if body.get("late") else "before the run's first update"
+    if not made:
+        return first
+    return f"after {made['updates']:,} updates, over a change; it shifts the forecast of {made['first']['created'][:10]}, made {first}"
 
 
 def witness(home: Path, name: str, where: str) -> Body:

@@ -124,7 +124,8 @@ def say_line(body: Body, out: Console) -> None:
     """The line to publish, and where."""
     name, number = body["name"], f"{body['number']:04d}"
     line = register.line(body)
-    out.print("\nPublish this line where others can see its date, now, before the run has results:")
+    early = "" if body["late"] or body["bridge"] else ", before the run has results"
+    out.print(f"\nPublish this line where others can see its date, now{early}:")
     out.print(f"  [bold]{escape(line)}[/bold]", soft_wrap=True)
     out.print(f"  a git tag     git tag -a forecast-{escape(name)}-{number} -m '...' && git push --tags", soft_wrap=True)
     out.print("  a commit      the line in a file or message of a public repository", soft_wrap=True)

@@ -122,8 +122,11 @@ def of_parameters(log: logs.RunLog, run: spec.Run, home: Path, name: str) -> lis
     """
     if not ladders.path_of(home, name).is_file():
         return []
-    folders = [home / "runs" / e["name"] for e in ladders.load(home, name)["rungs"] if e["purpose"] == "size"]
-    rungs = [logs.read(f) for f in folders if (f / "run.json").is_file()]
+    try:
+        folders = [home / "runs" / e["name"] for e in ladders.load(home, name)["rungs"] if e["purpose"] == "size"]
+        rungs = [logs.read(f) for f in folders if (f / "run.json").is_file()]
+    except ValueError:  # the registered forecast is whole without the ladder
+        return []
     total = spec.steps(run)
     out = []
     for metric in filter(PARAMETER.fullmatch, log.metrics):

@@ -210,10 +210,10 @@ def headline(body: Body) -> str | None:
 def marks(home: Path, body: Body) -> Body:
     """What a reader must know of the forecast: its number and hash, whether it was late, bridged, witnessed.
 
-    `witness_damaged` says what is wrong with the file of the witnesses, which are then not known; None where nothing is.
+    `when` says in words before or after how many updates it was made; `witness_damaged` says what is wrong with the file of the witnesses, which are then not known; None where nothing is.
     """
     found = {key: body.get(key) for key in ("number", "sha256", "created", "method", "late", "supersedes", "reason")}
-    found |= {"bridged": body.get("bridge") is not None, "witness": [], "witness_damaged": None}
+    found |= {"when": register.when(body), "bridged": body.get("bridge") is not None, "witness": [], "witness_damaged": None}
     try:
         found["witness"] = [entry["at"] for entry in register.witnesses(home, body)]
     except (ValueError, OSError) as error:  # a note beside the forecast, which a verdict does not rest on
@@ -245,15 +245,14 @@ def differences(bodies: list[Body], log: logs.RunLog) -> tuple[list[str], int]:
             f"{key} is {new}, registered {old}" for key, (old, new) in spec.difference(hero, run).items() if key != "seed"
         ]  # another seed is luck, which bands hold
     since += [0] * bool(found)
-    covered = {(b["event"]["kind"], b["event"]["step"]) for b in bridge.history(body.get("bridge"))}
+    bridges = bridge.history(body.get("bridge"))
     shown = {a.number: a.shown_to for a in log.attempts}
     for record in log.lineage:
-        if record["kind"] != CHANGE or record["time"] <= plain_["created_s"] or (CHANGE, record["step"]) in covered:
+        if record["kind"] != CHANGE or record["time"] <= plain_["created_s"] or any(bridge.covers(b, record) for b in bridges):
             continue
         if record["step"] <= shown.get(record["attempt"], math.inf):
-            what = ", ".join(f"{v}" if k == "what" else f"{k} {v}" for k, v in record["fields"].items()) or "not said what"
             found.append(
-                f"changed at update {record['step']:,}: {what}; argosy forecast bridge {body['name']} --event"
+                f"changed at update {record['step']:,}: {bridge.told(record['fields'])}; argosy forecast bridge {body['name']} --event"
                 f" {CHANGE}@{record['step']} --rerun OLD=NEW measures it"
             )
             since.append(record["step"])
@@ -278,6 +277,9 @@ def said(found: Body, body: Body, changed: int | None) -> Body:
         rows = registered_rows(body, head)
         if not rows:
             return {"verdict": None, "why": "the forecast has no bands of an evaluation, so nothing can be held against it"}
+        if head not in body["forecast"].get("covariance", {}):
+            why = f"the method {body['method']} does not say how far evaluations depart together: its bands are drawn, no verdict is given"
+            return {"verdict": None, "why": why}
         total = spec.steps(spec.from_json(body["hero"]))
         first = f"update {rows[0]['step']:,}, {rows[0]['step'] / total:.1%} of the run"
         return {"verdict": None, "why": f"no evaluation can be compared yet; the first one comes after {first}"}
@@ -334,8 +336,7 @@ def show(found: Body, out: Console) -> None:
     about = found["forecast"]
     head = Text.assemble((word, STYLES.get(word, "bold")), f"  {found['name']}: {found['why']}.")
     marked = f"forecast {about['number']:04d} of {about['created']}"
-    late = about["late"] and f"registered late, after {about['late']['updates']:,} updates"
-    marked += "".join(f", {text}" for text in (late, about["bridged"] and "bridged over a change") if text)
+    marked += f", registered {about['when']}" if about["late"] or about["bridged"] else ""
     marked += f"; {witnessed(about)}"
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("metric", "verdict", "since", "measured", "forecast", "90% band", "beyond it"):

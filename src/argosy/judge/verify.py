@@ -15,6 +15,7 @@ from argosy.track import provenance
 # forecasts may be off by so much of half a 90% band: 0.05 was the most on a processor without AVX2, 3e-6 of any loss.
 TOLERANCE = 1e-6
 NEAR = 0.1
+FAR = 0.1  # of noise, backtest and a law's zero: no processor is so far off
 COVARIANCE_TOLERANCE, COVARIANCE_NEAR = 2e-3, 0.1  # of the largest entry: it is written with four digits
 
 
@@ -51,7 +52,7 @@ def verify(path: Path, say: Say = lambda _: None) -> Body:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         problems.append(f"numbers: the data inside cannot be fitted: {type(error).__name__}: {error}")
     near = far < NEAR and not any(
-        d["what"] in ("rows", "effect", "covariance far off", "run", "metric", "step", "tokens") for d in differs
+        d["what"] in ("rows", "effect", "run", "metric", "step", "tokens") or d["what"].endswith("far off") for d in differs
     )
     note = ""
     if differs:
@@ -127,6 +128,12 @@ def consistent(body: Body) -> list[str]:
     rungs = {rung["name"] for rung in body["ladder"]}
     if strangers := {row["run"] for row in body["data"]["points"]} - rungs:
         wrong.append(f"numbers: points of {', '.join(sorted(strangers))}, which the ladder does not have")
+    for rung in body["ladder"]:
+        last = max((row["step"] for row in body["data"]["points"] if row["run"] == rung["name"]), default=0)
+        if not last <= rung["steps"] <= rung["steps_total"] or rung["finished"] != (rung["steps"] == rung["steps_total"]):
+            wrong.append(
+                f"numbers: {rung['name']} is said to have {rung['steps']:,} of {rung['steps_total']:,} updates, points to {last:,}"
+            )
     metrics = list(dict.fromkeys(row["metric"] for row in body["data"]["target"]))
     rates = any(row["lr"] is not None for row in body["data"]["target"])
     if body["data"]["target"] != tables.asked(hero, body["name"], metrics, rates=rates):
@@ -167,18 +174,22 @@ def compared(registered: Body, again: Body) -> list[Body]:
             what = "covariance" if alike(old, new, COVARIANCE_NEAR) else "covariance far off"
             out.append({"metric": metric, "what": what, "registered": "as in the file", "refitted": "another"})
     for part in ("parameters", "noise", "backtest"):
-        old, new = registered["fit"].get(part, {}), again["fit"][part]
-        out += [
-            {"metric": m, "what": part, "registered": old.get(m), "refitted": new.get(m)}
-            for m in sorted(old.keys() | new.keys())
-            if not same(old.get(m), new.get(m), 1e3 * TOLERANCE)  # parameters trade off against one another; rows do not
-        ]
+        old, new = registered["fit"].get(part) or {}, again["fit"][part] or {}
+        for m in sorted(old.keys() | new.keys()):
+            if not same(old.get(m), new.get(m), 1e3 * TOLERANCE):  # parameters trade off against one another; rows do not
+                near = m in old and m in new and (part == "parameters" or same(old[m], new[m], FAR))
+                what = part if near else f"{part} far off"
+                out.append({"metric": m, "what": what, "registered": old.get(m), "refitted": new.get(m)})
     return out
 
 
 def silent(registered: Any, again: Any) -> list[str]:
-    """What a refit warns of and the file does not."""
-    missing = sorted({alarm["code"] for alarm in again} - {alarm["code"] for alarm in registered})
+    """What a refit warns of and the file does not, by code and metric."""
+
+    def warned(alarms: Any) -> set[str]:
+        return {" of ".join((a["code"], *a["message"].split(": ")[:1][: ": " in a["message"]])) for a in alarms}
+
+    missing = sorted(warned(again) - warned(registered))
     return [f"numbers: a refit has alarms that the file does not: {', '.join(missing)}"] if missing else []
 
 
@@ -213,4 +224,5 @@ def alike(a: Any, b: Any, tolerance: float) -> bool:
         len(x) == len(y) and all(abs(v - w) <= tolerance * top for v, w in zip(x, y, strict=True))
         for x, y in zip(a["matrix"], b["matrix"], strict=False)
     )
-    return entries and len(a["matrix"]) == len(b["matrix"]) and same(a["noise"], b["noise"], tolerance)
+    whole = len(a["matrix"]) == len(b["matrix"]) and same(a.get("zero", 0.0), b.get("zero", 0.0), tolerance)
+    return entries and whole and same(a["noise"], b["noise"], tolerance)
