@@ -1,5 +1,6 @@
 """The page's endpoints on a real loopback port, and the life of its process."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -283,6 +284,16 @@ def test_the_page_is_gone_when_its_parent_is(home, number):
     assert not alive(page) and not answers(host, int(port))
 
 
+def test_a_stream_ends_with_its_server(home):
+    """Fails when an open page keeps a server that was interrupted, which then ends with a traceback."""
+
+    async def told():
+        return [line async for line in server.pushed(home / "runs" / "pocket", "", lambda: True)]
+
+    (news,) = asyncio.run(told())
+    assert news.startswith("id: ") and json.loads(news.split("data: ")[1])["rows"] == []
+
+
 def test_a_missing_plotly_is_said_in_words(home, monkeypatch):
     """Fails when the page starts without its charts, or dies with a traceback."""
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
@@ -292,6 +303,6 @@ def test_a_missing_plotly_is_said_in_words(home, monkeypatch):
 
 def test_the_page_asks_nothing_of_other_hosts():
     """Fails when a file of the page names another host."""
-    for name in ("index.html", "page.css", "page.js", "forecast.js"):
+    for name in ("index.html", "page.css", "page.js", "charts.js", "forecast.js"):
         text = (server.PAGE / name).read_text().replace("http://www.w3.org/2000/svg", "")
         assert "http:" not in text and "https:" not in text and "//cdn" not in text, name

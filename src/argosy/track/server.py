@@ -121,7 +121,10 @@ def application(home: Path, run: str = "") -> Starlette:
         folder = await run_in_threadpool(folder_of, request)
         after = request.headers.get("last-event-id") or request.query_params.get("after", "")
         await run_in_threadpool(follow, folder, after)  # a bad position is refused before the stream begins
-        return StreamingResponse(pushed(folder, after), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        leaving = getattr(request.app.state, "leaving", lambda: False)
+        return StreamingResponse(
+            pushed(folder, after, leaving), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
 
     routes = [
         Route("/", static(PAGE / "index.html", {"Content-Security-Policy": POLICY})),
@@ -244,9 +247,9 @@ def metrics_drawn(name: str) -> bool:
     return bool(metrics.describe(name).panel) or name == "throughput/total_tokens"
 
 
-async def pushed(folder: Path, after: str) -> AsyncIterator[str]:
+async def pushed(folder: Path, after: str, leaving: Callable[[], bool]) -> AsyncIterator[str]:
     """What was added since a position, at once, so that nothing before the connection is missed; then news as server-sent events,
-    when there are any. A comment now and then keeps the connection open."""
+    when there are any, until the server is `leaving`. A comment now and then keeps the connection open."""
     position = after or (await run_in_threadpool(follow, folder)).position
     told, seen = time.monotonic(), None
     while (folder / "run.json").exists():
@@ -260,7 +263,10 @@ async def pushed(folder: Path, after: str) -> AsyncIterator[str]:
         elif time.monotonic() - told > ALIVE_S:
             told = time.monotonic()
             yield ": alive\n\n"
-        await asyncio.sleep(POLL_S)
+        for _ in range(10):
+            if leaving():
+                return
+            await asyncio.sleep(POLL_S / 10)
 
 
 # ---- running it --------------------------------------------------------------------------------
@@ -338,11 +344,12 @@ def address_of(listener: socket.socket) -> str:
 
 
 def listen(listener: socket.socket, home: Path, run: str) -> None:
-    config = uvicorn.Config(
-        application(home, run), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-    )
+    app = application(home, run)
+    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    one = uvicorn.Server(config)
+    app.state.leaving = lambda: one.should_exit
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        one.run(sockets=[listener])
 
 
 def end_with(parent: int) -> None:
