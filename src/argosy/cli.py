@@ -22,7 +22,9 @@ from argosy.plan.ladder import Rung
 Name = Annotated[str, Positional]
 Settings = Annotated[UseAppendAction[tuple[str, ...]], arg(name="set", metavar="KEY=VALUE")]
 As = Annotated[str, arg(name="as", metavar="RUN")]
-Json = Annotated[bool, FlagCreatePairsOff, arg(name="json")]
+Json = Annotated[bool, FlagCreatePairsOff, arg(name="json", help="Print JSON alone.")]
+Home = Annotated[Path, arg(help="Where runs and corpora live (or ARGOSY_HOME).")]
+Every = Annotated[float, arg(help="Seconds between checkpoints.")]
 Flag = Annotated[bool, FlagCreatePairsOff]
 Linked = Annotated[join.Link, OmitArgPrefixes]
 ALONE = join.Link()
@@ -81,9 +83,9 @@ def voyage(
     budget: str = "",
     stop_on: Literal["nothing", "off"] = "nothing",
     despite_no_go: Flag = False,
-    home: Path = HOME,
+    home: Home = HOME,
     port: int = 8700,
-    checkpoint_every: float = 60.0,
+    checkpoint_every: Every = 60.0,
     link: Linked = ALONE,
     json: Json = False,
 ) -> None:
@@ -98,11 +100,8 @@ def voyage(
         budget: Share of the run's FLOPs for a ladder that is proposed, e.g. 1%.
         stop_on: off ends the training when the run leaves its forecast for good.
         despite_no_go: Train although the ladder's check says NO-GO.
-        home: Where runs and corpora live (or ARGOSY_HOME).
         port: First port to try for the page.
-        checkpoint_every: Seconds between checkpoints.
         link: Where this process belongs when the run has several.
-        json: Print the summary as JSON alone.
     """
     from argosy import voyage as job
 
@@ -130,10 +129,10 @@ def train(
     settings: Settings = (),
     as_: As = "",
     seed: int | None = None,
-    home: Path = HOME,
+    home: Home = HOME,
     stop_after: int | None = None,
     stop_on: Literal["nothing", "off"] = "nothing",
-    checkpoint_every: float = 60.0,
+    checkpoint_every: Every = 60.0,
     link: Linked = ALONE,
     json: Json = False,
 ) -> None:
@@ -144,12 +143,9 @@ def train(
         settings: Override a field, e.g. data.seq_len=128.
         as_: Name of the run; after the recipe by default.
         seed: Seed of the run; the recipe's by default.
-        home: Where runs and corpora live (or ARGOSY_HOME).
         stop_after: Stop, with a checkpoint, once this many updates of the run are finished.
         stop_on: off ends the training when the run leaves its registered forecast for good.
-        checkpoint_every: Seconds between checkpoints.
         link: Where this process belongs when the run has several.
-        json: Print the summary as JSON alone.
     """
     from argosy import processes
     from argosy import voyage as job
@@ -210,7 +206,7 @@ def plan(
     days: float = 0.0,
     fit: Flag = False,
     drops_from: str = "",
-    home: Path = HOME,
+    home: Home = HOME,
     json: Json = False,
 ) -> None:
     """Parameters, FLOPs, tokens, memory, time and money of a run, or a run that fits given chips and days.
@@ -227,8 +223,6 @@ def plan(
         days: ... and this many days.
         fit: The fastest choices of memory that fit, and what each costs in time and bytes.
         drops_from: A run, by name or folder, whose logged loads say how alike the tokens of a document route.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.plan import cost, report, sheet
     from argosy.plan import fit as fitting
@@ -279,7 +273,6 @@ def rehearse(recipe: Name, /, settings: Settings = (), devices: int | None = Non
         recipe: A recipe's name or file.py:function.
         settings: Override a field, e.g. routing.waves=2.
         devices: Rehearse on this many devices: more or fewer replicas, the same batch.
-        json: Print JSON alone.
     """
     from argosy.launch import rehearse as rehearsal
     from argosy.launch import report
@@ -300,7 +293,7 @@ def build(
     tokenizer: Path | None = None,
     vocab: int = 4096,
     text_key: str = "text",
-    home: Path = HOME,
+    home: Home = HOME,
     json: Json = False,
 ) -> None:
     """Make a corpus: read, deduplicate, hold out, train a tokenizer, store tokens, with a ledger.
@@ -312,8 +305,6 @@ def build(
         tokenizer: A tokenizer.json to use in place of an own vocabulary.
         vocab: Size of the own vocabulary.
         text_key: The key of the text in JSON lines and parquet.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print the ledger as JSON alone.
     """
     from argosy.data import prepare
 
@@ -334,8 +325,8 @@ def show_ladder(
     run: Flag = False,
     as_: As = "",
     seed: int | None = None,
-    home: Path = HOME,
-    checkpoint_every: float = 60.0,
+    home: Home = HOME,
+    checkpoint_every: Every = 60.0,
     json: Json = False,
 ) -> None:
     """The rungs of a hero run, what each is for and what it costs; with --run they are trained: argosy ladder NAME.
@@ -347,9 +338,6 @@ def show_ladder(
         run: Train the rungs, one after another, from where they stopped; exit status 130 after a signal to stop.
         as_: Name of the hero; after the recipe by default. Its rungs are runs named after it.
         seed: Seed of the hero; the recipe's by default.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        checkpoint_every: Seconds between checkpoints.
-        json: Print JSON alone.
     """
     from argosy.judge import ladders
     from argosy.plan import ladder as planning
@@ -390,7 +378,7 @@ def share(text: str) -> float | None:
 
 
 @ladder.command(name="check")
-def check_ladder(name: Name, /, home: Path = HOME, json: Json = False) -> None:
+def check_ladder(name: Name, /, home: Home = HOME, json: Json = False) -> None:
     """GO, CAUTION or NO-GO before a hero is launched, with the evidence; exit status 3 on NO-GO.
 
     Growth of gradient and parameter norms by group, after warm-up, and how it changes with batch and width; the logits' scale;
@@ -398,8 +386,6 @@ def check_ladder(name: Name, /, home: Path = HOME, json: Json = False) -> None:
 
     Args:
         name: The hero whose ladder is checked, e.g. pocket; or one run.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     with progress.telling() as say:
         from argosy.judge import check as checking
@@ -418,7 +404,7 @@ def fit(
     target: Path | None = None,
     method: str = "joint",
     tail_correction: float | None = None,
-    home: Path = HOME,
+    home: Home = HOME,
     json: Json = False,
 ) -> None:
     """Forecast a hero from its ladder in the store, or rows of one table from another, with 50% and 90% bands.
@@ -429,8 +415,6 @@ def fit(
         target: CSV of the rows to forecast: the same columns without value.
         method: joint, per_fraction (the reference ladder's own) or schedule (learning-rate paths demanded).
         tail_correction: Of per_fraction: added to the continued part of unfinished rungs; the rule's own mean error by default.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     if bool(name) == bool(points or target) or bool(points) != bool(target):
         raise ValueError("argosy forecast fit takes a hero's NAME, or --points and --target; e.g. argosy forecast fit pocket")
@@ -450,15 +434,13 @@ def fit(
 
 
 @forecast.command
-def plot(name: Name, /, metric: str = "", out: Path | None = None, home: Path = HOME, json: Json = False) -> None:
+def plot(name: Name, /, metric: str = "", out: Path | None = None, home: Home = HOME, json: Json = False) -> None:
     """A registered forecast as a picture: the ladder, the hero's bands, what was measured, what it is now expected to end at.
 
     Args:
         name: The hero's name in the store.
         metric: A metric of the forecast; the mean of held-out bits per byte by default.
-        out: The file to write, .png, .pdf or .svg; NAME-forecast.png by default.
-        home: Where runs, ladders and forecasts live (or ARGOSY_HOME).
-        json: Print what the page draws as JSON alone; a picture only with --out.
+        out: The file to write, .png, .pdf or .svg; NAME-forecast.png by default, with --json none.
     """
     from argosy.judge import plot as plotting
 
@@ -475,7 +457,7 @@ def register(
     /,
     method: str = "joint",
     reason: str = "",
-    home: Path = HOME,
+    home: Home = HOME,
     json: Json = False,
 ) -> None:
     """Fit a hero's ladder and keep the forecast with all that it rests on: dated, hashed, never changed.
@@ -484,8 +466,6 @@ def register(
         name: The hero's name in the store; its ladder has to be there.
         method: joint, per_fraction or schedule.
         reason: Why it supersedes the forecast that is registered already.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     with progress.telling() as say:
         from argosy.judge import register as registry
@@ -501,7 +481,6 @@ def verify(file: Annotated[Path, Positional], /, json: Json = False) -> None:
 
     Args:
         file: A file like voyages/forecasts/pocket/0001.json.
-        json: Print JSON alone.
     """
     with progress.telling() as say:
         from argosy.judge import report
@@ -514,14 +493,12 @@ def verify(file: Annotated[Path, Positional], /, json: Json = False) -> None:
 
 
 @forecast.command
-def witness(name: Name, /, *, at: str, home: Path = HOME, json: Json = False) -> None:
+def witness(name: Name, /, *, at: str, home: Home = HOME, json: Json = False) -> None:
     """Note where the newest forecast's line was published.
 
     Args:
         name: The hero's name.
         at: Where: a URL, a commit, a tag.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.judge import register as registry
 
@@ -537,7 +514,7 @@ def bridge(
     event: str,
     rerun: UseAppendAction[tuple[str, ...]] = (),
     reason: str = "",
-    home: Path = HOME,
+    home: Home = HOME,
     json: Json = False,
 ) -> None:
     """Carry a registered forecast over a change of the hero: its effect on rungs shifts and widens the bands from there on.
@@ -547,8 +524,6 @@ def bridge(
         event: The change in the hero's log: its kind, or KIND@STEP.
         rerun: OLD=NEW, a rung and the run that repeats it with the change from the same fraction on; once for each pair.
         reason: Words for the record.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     with progress.telling() as say:
         from argosy.judge import bridge as bridging
@@ -559,13 +534,11 @@ def bridge(
 
 
 @forecast.command
-def judge(name: Name, /, home: Path = HOME, json: Json = False) -> None:
+def judge(name: Name, /, home: Home = HOME, json: Json = False) -> None:
     """Hold a run against its registered forecast: ahead, on track, behind, off or not comparable. Exit status 3 if it is off.
 
     Args:
         name: The hero, e.g. pocket.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.judge import verdict
 
@@ -578,13 +551,11 @@ def judge(name: Name, /, home: Path = HOME, json: Json = False) -> None:
 
 
 @app.command
-def diagnose(name: Name, /, home: Path = HOME, json: Json = False) -> None:
+def diagnose(name: Name, /, home: Home = HOME, json: Json = False) -> None:
     """Why a run left its registered forecast: data, routing, optimizer or implementation, and what would tell them apart.
 
     Args:
         name: The hero, e.g. pocket.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.judge import diagnose as diagnosing
 
@@ -593,14 +564,13 @@ def diagnose(name: Name, /, home: Path = HOME, json: Json = False) -> None:
 
 
 @app.command
-def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str = "127.0.0.1", home: Path = HOME) -> None:
+def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str = "127.0.0.1", home: Home = HOME) -> None:
     """Serve the page of the runs under a home until interrupted.
 
     Args:
         run: The run to show first.
         port: First port to try.
         host: Address to listen on; this machine alone by default.
-        home: Where runs and corpora live (or ARGOSY_HOME).
     """
     from argosy.track import layout, server
 
@@ -610,13 +580,8 @@ def serve(run: Annotated[str, Positional] = "", /, port: int = 8700, host: str =
 
 
 @app.command(name="runs")
-def runs_(home: Path = HOME, json: Json = False) -> None:
-    """All runs under a home, newest first.
-
-    Args:
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
-    """
+def runs_(home: Home = HOME, json: Json = False) -> None:
+    """All runs under a home, newest first."""
     from argosy.track import report
 
     found = report.runs(home)
@@ -624,14 +589,12 @@ def runs_(home: Path = HOME, json: Json = False) -> None:
 
 
 @app.command
-def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = HOME, json: Json = False) -> None:
+def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Home = HOME, json: Json = False) -> None:
     """A run's summary, or one metric as a chart and a table.
 
     Args:
         run: The run's name or folder.
         metric: A metric's name, e.g. train/loss.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.track import report
 
@@ -640,15 +603,13 @@ def show(run: Name, metric: Annotated[str, Positional] = "", /, home: Path = HOM
 
 
 @app.command
-def note(run: Name, text: Name, /, at: int | None = None, home: Path = HOME, json: Json = False) -> None:
+def note(run: Name, text: Name, /, at: int | None = None, home: Home = HOME, json: Json = False) -> None:
     """Note in a run's lineage what was changed by hand: from then on its forecast asks for a bridge.
 
     Args:
         run: The run's name or folder; it may be live.
         text: What was changed, e.g. "decay of the gates from 0 to 0.02".
         at: From which finished update on; the run's newest by default.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.judge import ladders
     from argosy.track import log, store
@@ -665,14 +626,12 @@ def note(run: Name, text: Name, /, at: int | None = None, home: Path = HOME, jso
 
 
 @app.command
-def diff(a: Name, b: Name, /, home: Path = HOME, json: Json = False) -> None:
+def diff(a: Name, b: Name, /, home: Home = HOME, json: Json = False) -> None:
     """What differs between two runs: configuration, code, data.
 
     Args:
         a: A run's name or folder.
         b: Another's.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.track import report
 
@@ -688,8 +647,8 @@ def sweep(
     seeds: int = 3,
     rungs: str = "",
     as_: As = "",
-    home: Path = HOME,
-    checkpoint_every: float = 60.0,
+    home: Home = HOME,
+    checkpoint_every: Every = 60.0,
     json: Json = False,
 ) -> None:
     """A recipe under several values of a key, each with several seeds: mean, spread, paired differences.
@@ -702,9 +661,6 @@ def sweep(
         seeds: How many seeds for each value, from the recipe's own upwards.
         rungs: Sweep these rungs of the recipe's ladder in its place, e.g. d48,d64.
         as_: What the runs' names begin with; the recipe by default.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        checkpoint_every: Seconds between checkpoints.
-        json: Print JSON alone.
     """
     from argosy import voyage as job
     from argosy.judge import sweeps
@@ -737,7 +693,7 @@ def compare(
     with_speed: Flag = False,
     ladder: str = "",
     alpha: float | None = None,
-    home: Path = HOME,
+    home: Home = HOME,
     json: Json = False,
 ) -> None:
     """Is B worth promoting over A: effective speed-up at equal loss, its 90% interval, a verdict.
@@ -749,8 +705,6 @@ def compare(
         with_speed: Multiply by the ratio of tokens per second.
         ladder: For runs: the ladder that says what a difference in loss is worth; by default one in the store with the same text.
         alpha: For runs: the exponent in its place.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.judge import compare as comparing
 
@@ -759,13 +713,11 @@ def compare(
 
 
 @scaling.command(name="fit")
-def fit_rates(names: Annotated[tuple[str, ...], Positional], /, home: Path = HOME, json: Json = False) -> None:
+def fit_rates(names: Annotated[tuple[str, ...], Positional], /, home: Home = HOME, json: Json = False) -> None:
     """The learning-rate rule from sweeps over optim.lr_scale: best rate of each size, exponents, intervals, range.
 
     Args:
         names: What the sweeps were of, e.g. pocket-d32 pocket-d48; pocket for those of all its rungs.
-        home: Where runs and corpora live (or ARGOSY_HOME).
-        json: Print JSON alone.
     """
     from argosy.judge import rates
 
@@ -807,7 +759,7 @@ def sample(
     tokens: int = 200,
     temperature: float = 0.7,
     seed: int = 0,
-    home: Path = HOME,
+    home: Home = HOME,
     link: Linked = ALONE,
 ) -> None:
     """Text from a run's last checkpoint, dropless.
@@ -818,7 +770,6 @@ def sample(
         tokens: At most this many tokens.
         temperature: 0 takes the likeliest token.
         seed: Seed of the drawing.
-        home: Where runs and corpora live (or ARGOSY_HOME).
         link: Where this process belongs when the text is made by several.
     """
     from argosy import processes

@@ -209,7 +209,7 @@ def why(answer: dict[str, Any], ordered: Sequence[dict[str, Any]], out: dict[str
         text = f"nothing departs for sure of {len(out)} metrics that are held against their forecast up to update {answer['last_step']:,}"
         if beyond := [d.metric for d in out.values() if d.widths]:
             more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
-            text += f"; beyond its band now, as one in ten may be: {', '.join(beyond[:3])}{more}"
+            text += f"; beyond their bands now, as one in ten may be: {', '.join(beyond[:3])}{more}"
         within = [d for d in out.values() if D.sure(d)]
         if within:
             most = max(within, key=lambda d: abs(d.sigmas))
