@@ -278,6 +278,15 @@ def test_every_metric_that_is_forecast_has_a_side():
         assert side == (1 if losses else -1 if name in ("throughput/mfu", "throughput/tokens_per_second") else 0), name
 
 
+@pytest.mark.parametrize(("stop_on", "stops"), [("off", True), ("nothing", False)])
+def test_training_stops_at_off_where_it_was_asked_to(home, hero, stop_on, stops):
+    folder = synthetic.sail(home, "hero", hero, 0.7, excess=(0.4, 0.25))
+    with store.open_writer(folder, 717) as writer:
+        judge = voyage.judging(spec.Host(home=home, name="hero"), writer, stop_on)
+        assert [judge(717), judge(718)] == [stops, stops]
+    assert [e["fields"]["verdict"] for e in logs.read(folder).events if e["kind"] == "verdict"] == ["off"]
+
+
 def test_nothing_that_goes_wrong_in_judging_ends_a_training(home, hero, monkeypatch, capsys):
     folder = synthetic.sail(home, "hero", hero, 0.1)
     monkeypatch.setattr(verdict, "judge", lambda *_: {}["rows"])
