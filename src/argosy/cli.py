@@ -540,10 +540,10 @@ def judge(name: Name, /, home: Home = HOME, json: Json = False) -> None:
     Args:
         name: The hero, e.g. pocket.
     """
-    from argosy.judge import verdict
+    from argosy.judge import report, verdict
 
     found = verdict.judge(home, name)
-    emit(found) if json else verdict.show(found, console())
+    emit(found) if json else report.show_verdict(found, console())
     if "page" in found:
         print(f"argosy: the page of {name} still shows the verdict before: its file is {found['page']}", file=sys.stderr)
     if found["verdict"] == "off":

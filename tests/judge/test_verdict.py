@@ -16,7 +16,7 @@ from rich.console import Console
 from synthetic import HEADLINE
 
 from argosy import cli, spec, voyage
-from argosy.judge import points, register, verdict
+from argosy.judge import points, register, report, verdict
 from argosy.runs import pocket
 from argosy.track import log as logs
 from argosy.track import store
@@ -74,7 +74,7 @@ def hero(registered) -> spec.Run:
 def words(home: Path) -> str:
     out = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with out.file:
-        verdict.show(verdict.judge(home, "hero"), out)
+        report.show_verdict(verdict.judge(home, "hero"), out)
         return out.export_text()
 
 

@@ -48,17 +48,14 @@ def check(home: Path, name: str, say: Callable[[str], None] = lambda _: None) ->
         ValueError: when there is neither a ladder nor a run of this name, or a rung is another run than the ladder says.
     """
     if not ladders.path_of(home, name).is_file() and (home / "runs" / name / "run.json").is_file():
-        log = logs.read(home / "runs" / name)
-        rung = Climbed(name, "", spec.from_json(log.run["run"]), log, G.growth(log))
-        return answer(name, F.of_run(log) + F.planned(log, rung.run), [rung])
+        rung = climbed(home, name)
+        return answer(name, F.of_run(rung.log) + F.planned(rung.log, rung.run), [rung])
     hero = spec.from_json(ladders.load(home, name)["hero"])
     gathered = points.gather(home, name)
-    begun = [r for r in gathered.rungs if r["steps"]]
     rungs = []
-    for entry in begun:
+    for entry in (r for r in gathered.rungs if r["steps"]):
         say(f"reading {entry['name']}")
-        log = logs.read(home / "runs" / entry["name"])
-        rungs.append(Climbed(entry["name"], entry["purpose"], spec.from_json(log.run["run"]), log, G.growth(log)))
+        rungs.append(climbed(home, entry["name"], entry["purpose"]))
     evidence = [
         e for r in rungs for e in [*F.of_run(r.log), *F.planned(r.log, r.run)] if e.rule not in ("drops", "router bias")
     ]
@@ -69,6 +66,11 @@ def check(home: Path, name: str, say: Callable[[str], None] = lambda _: None) ->
     say("fitting the hero's bits per byte, gradient norm, logits and drops")
     expected, more = of_hero(gathered, hero, name)
     return answer(name, evidence + more, rungs) | {"with_batch": batch, "with_width": width, "hero": expected}
+
+
+def climbed(home: Path, name: str, purpose: str = "") -> Climbed:
+    log = logs.read(home / "runs" / name)
+    return Climbed(name, purpose, spec.from_json(log.run["run"]), log, G.growth(log))
 
 
 def answer(name: str, evidence: Sequence[Evidence], rungs: Sequence[Climbed]) -> dict[str, Any]:

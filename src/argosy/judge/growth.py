@@ -117,10 +117,8 @@ def watched(names: list[str]) -> list[str]:
     return [n for n in names if GROUPS.fullmatch(n) and n != "params/norm/total"]
 
 
-def growth(log: RunLog, metrics: list[str] | None = None, until: int | None = None) -> dict[str, Growth]:
-    """Growth of a run's watched statistics (or of `metrics`), from its first `until` updates or all it has."""
+def growth(log: RunLog, until: int | None = None) -> dict[str, Growth]:
+    """Growth of a run's watched statistics, from its first `until` updates or all it has."""
     run = spec.from_json(log.run["run"])
     total, warmup = spec.steps(run), scaling.rates(run).warmup_steps
-    return {
-        n: of_series(n, *upto(log, n, until), total, warmup) for n in (watched(log.metrics) if metrics is None else metrics)
-    }
+    return {n: of_series(n, *upto(log, n, until), total, warmup) for n in watched(log.metrics)}

@@ -1,19 +1,24 @@
-"""Forecasts for a terminal: fitted, registered, verified, bridged."""
+"""Forecasts for a terminal: fitted, registered, verified, bridged, and the verdict on a run."""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from argosy import spec
 from argosy.forecast import points as P
 from argosy.judge import points as tables
-from argosy.judge import register
+from argosy.judge import register, verdict
 from argosy.judge.fits import Body
 from argosy.track import metrics as known
+
+WORDS = ("off", "behind", "ahead", "on track")  # worst first, and what is worth reading before what is not
+STYLES = {"off": "bold red", "behind": "yellow", "ahead": "cyan", "on track": "green", "not comparable": "bold magenta"}
+SHOWN = 16  # metrics in a table, or as many as are not on track
 
 
 def show(found: Body, out: Console) -> None:
@@ -197,3 +202,36 @@ def register_half(effect: Body) -> float:
     from scipy import stats
 
     return float(stats.t.ppf(0.95, effect["freedom"]) * effect["spread"])
+
+
+def show_verdict(found: Body, out: Console) -> None:
+    """A verdict for a terminal: the word and why, the forecast's marks, every metric with the worst first."""
+    word = found["verdict"] or "no verdict yet"
+    about = found["forecast"]
+    head = Text.assemble((word, STYLES.get(word, "bold")), f"  {found['name']}: {found['why']}.")
+    marked = f"forecast {about['number']:04d} of {about['created']}"
+    marked += f", registered {about['when']}" if about["late"] or about["bridged"] else ""
+    marked += f"; {verdict.witnessed(about)}"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("metric", "verdict", "since", "measured", "forecast", "90% band", "beyond it"):
+        table.add_column(column, justify="left" if column in ("metric", "verdict") else "right", overflow="fold")
+    order = {w: i for i, w in enumerate(WORDS)}
+    entries = found["metrics"].items()
+    ranked = sorted(entries, key=lambda m: (order.get(m[1]["verdict"], 9), -abs(m[1]["widths_out"] or 0), known.rank(m[0])))
+    calm = sum(one["verdict"] == "on track" for _, one in ranked)
+    for metric, one in ranked[: max(SHOWN, len(ranked) - calm)]:
+        out_by = one["widths_out"]
+        table.add_row(
+            metric,
+            Text(one["verdict"], STYLES[one["verdict"]]),
+            "" if one["since_step"] is None else f"{one['since_step']:,}",
+            verdict.number(one["actual"]),
+            verdict.number(one["mean"]),
+            f"{verdict.number(one['lo90'])} to {verdict.number(one['hi90'])}",
+            f"{out_by:+.1f}" if out_by else "",
+        )
+    more = len(ranked) - table.row_count
+    note = Text("beyond it: in halves of the band's width; + above, - below", "dim")
+    note.append(f"\n{more} more are on track; --json has all" if more else "")
+    rest: list[Any] = [Text(""), table, note] if found["metrics"] else []
+    out.print(Group(head, Text(marked, "dim"), *rest))
