@@ -10,8 +10,9 @@ import time
 
 import numpy as np
 import pytest
+from sample_runs import small_run
 
-from argosy import cli, track
+from argosy import cli, spec, track
 from argosy.track import columns, layout, log, store
 
 RUN = {"recipe": "pocket", "seed": 0, "data": {"seq_len": 256, "batch_seqs": 8}}
@@ -405,8 +406,10 @@ def test_track_starts_without_jax():
     assert subprocess.run([sys.executable, "-c", done], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_a_change_is_noted_from_outside_the_writer(folder, tmp_path, capsys):
+def test_a_change_is_noted_from_outside_the_writer(tmp_path, capsys):
     """Fails when a note disturbs the writer, is lost, or is taken of a run that has not begun."""
+    folder = tmp_path / "runs" / "small"
+    store.create(folder, spec.to_json(small_run()), {"argosy": "0.1.0"})
     with pytest.raises(ValueError, match="has not begun"):
         store.note(folder, "change", 0, what="x")
     with store.open_writer(folder, 0) as writer:
