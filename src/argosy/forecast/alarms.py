@@ -161,7 +161,7 @@ def condition(found: joint.Fitted, metric: str) -> list[Alarm]:
         return surface.log_loss(s, theta, np.full(len(rows), found.shape), s.points) / found.noise
 
     theta = found.best[None, :size]
-    jacobian = least.derivative(model, theta, model(theta, np.arange(1)), np.arange(1), np.zeros((0, len(found.run_of))))[0]
+    jacobian = least.derivative(model, theta, model(theta, np.arange(1)), np.arange(1), size)[0]
     values = np.linalg.svd(jacobian, compute_uv=False)
     loose = int((values < 1).sum())
     if loose >= LOOSE or values[0] > CONDITION * values[-1]:

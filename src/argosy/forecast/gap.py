@@ -39,7 +39,7 @@ def find(points: P.Table, residual: np.ndarray, run_of: np.ndarray, target: P.Ta
         run_of: which run each belongs to.
         target: the rows to forecast.
     """
-    keep = np.unique(np.linspace(0, len(residual) - 1, min(len(residual), ROWS)).round().astype(int))
+    keep = trend.evenly(np.arange(len(residual)), ROWS)
     raw, _ = trend.places(points, (0.0, 1.0))
     spread = float(raw.std())
     centre = (float(raw.mean()), spread if spread > 1e-3 else 1.0)

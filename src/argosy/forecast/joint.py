@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from argosy.forecast import gap, least, surface
+from argosy.forecast import gap, least, surface, trend
 from argosy.forecast import points as P
 
 OFFSET = 0.0015  # spread of a run's offset in log L
 NOISE_START, NOISE_LEAST = 0.003, 0.001  # no law is better than the latter
 ROWS = 20  # a run's rows together count for at most this many
-THIN = 40  # and at most this many of them are used
+THIN, THIN_TABLE = 40, 1200  # and at most this many of them are used, and of all runs together, but for three of each
 EARLIEST = 0.0499  # of a run; what lies before is not fitted where at least five rows lie after
 STARTS, DRAWS = 8, 256
 KEPT_SHAPES = 6
@@ -52,18 +52,18 @@ class Fitted(NamedTuple):
 
 
 def chosen(points: P.Table) -> np.ndarray:
-    """The rows to fit: without the first 5% of a run, at most `THIN` of each run, the last one among them."""
+    """The rows to fit: without the first 5% of a run, at most `THIN` of each run and `THIN_TABLE` of all, the last ones among them."""
     fraction = P.derived(points)["g"]
     runs = np.array(points.run)
     keep: list[int] = []
-    for run in dict.fromkeys(points.run):
+    names = dict.fromkeys(points.run)
+    most = min(THIN, max(3, THIN_TABLE // len(names)))
+    for run in names:
         own = np.flatnonzero(runs == run)
         own = own[np.argsort(points.step[own], kind="stable")]
         late = own[~(fraction[own] < EARLIEST)]
         own = late if len(late) >= 5 else own
-        if len(own) > THIN:
-            own = own[np.unique(np.linspace(0, len(own) - 1, THIN).round().astype(int))]
-        keep += own.tolist()
+        keep += trend.evenly(own, most).tolist()
     return np.array(sorted(keep))
 
 

@@ -51,7 +51,8 @@ def solve(
         weight: what each row counts for, [R, N] or [1, N]; zero leaves it out.
         anchor: where the prior, of unit spread, pulls each parameter to, [R, P] or [1, P].
         start: [R, P].
-        fixed: the derivative of the last Q parameters where the model is linear in them, [Q, N]; Q may be 0.
+        fixed: the derivative of the last Q parameters, in which the model is linear and each of which has rows of its own, [Q, N];
+            Q may be 0.
     """
     theta = start.copy()
     count, size = theta.shape
@@ -68,17 +69,27 @@ def solve(
     live = np.arange(count)
     predicted = model(theta, live)
     best = cost(theta, predicted, live)
-    diagonal = np.arange(size)
+    curved = size - len(fixed)
+    diagonal = np.arange(curved)
     for _ in range(iterations):
         t, p = theta[live], predicted[live]
-        jacobian = derivative(model, t, p, live, fixed)
+        jacobian = derivative(model, t, p, live, curved)
         z = of(value, live) - p
-        root = np.sqrt(of(weight, live) * influence(z))
-        weighted = jacobian * root[:, None]
-        normal = weighted @ np.swapaxes(weighted, 1, 2) + np.eye(size)
-        gradient = (weighted @ (root * z)[..., None])[..., 0] - (t - of(anchor, live))
+        heavy = of(weight, live) * influence(z)
+        weighted = jacobian * heavy[:, None]
+        pull = t - of(anchor, live)
+        normal = weighted @ np.swapaxes(jacobian, 1, 2) + np.eye(curved)
         normal[:, diagonal, diagonal] *= 1 + damping[live][:, None]
-        moved = t + np.clip(np.linalg.solve(normal, gradient[..., None])[..., 0], -LONGEST, LONGEST)
+        gradient = (weighted @ z[..., None])[..., 0] - pull[:, :curved]
+        # The linear parameters share no row, so that their block is diagonal and is eliminated.
+        mixed = weighted @ fixed.T
+        own = (heavy @ (fixed**2).T + 1) * (1 + damping[live][:, None])
+        rest = (heavy * z) @ fixed.T - pull[:, curved:]
+        over = mixed / own[:, None]
+        left = normal - over @ np.swapaxes(mixed, 1, 2)
+        step = np.linalg.solve(left, gradient[..., None] - over @ rest[..., None])
+        linear = (rest - (np.swapaxes(mixed, 1, 2) @ step)[..., 0]) / own
+        moved = t + np.clip(np.concatenate([step[..., 0], linear], 1), -LONGEST, LONGEST)
         p_moved = model(moved, live)
         c_moved = cost(moved, p_moved, live)
         gain = best[live] - c_moved
@@ -92,14 +103,12 @@ def solve(
     return theta, best
 
 
-def derivative(model: Model, theta: np.ndarray, predicted: np.ndarray, rows: np.ndarray, fixed: np.ndarray) -> np.ndarray:
-    """The model's Jacobian, [r, P, N], by forward differences but for the linear part."""
+def derivative(model: Model, theta: np.ndarray, predicted: np.ndarray, rows: np.ndarray, curved: int) -> np.ndarray:
+    """The model's Jacobian in its first `curved` parameters, [r, curved, N], by forward differences."""
     step = 1e-5
-    curved = theta.shape[1] - len(fixed)
-    out = np.empty((len(theta), theta.shape[1], predicted.shape[1]))
+    out = np.empty((len(theta), curved, predicted.shape[1]))
     for k in range(curved):
         moved = theta.copy()
         moved[:, k] += step
         out[:, k] = (model(moved, rows) - predicted) / step
-    out[:, curved:] = fixed
     return out

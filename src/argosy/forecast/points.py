@@ -241,10 +241,10 @@ def distinct(points: Table) -> list[int]:
 
 def growing(table: Table, what: str) -> None:
     """Raises ValueError where tokens or FLOPs of a run do not grow with its steps."""
-    for run, metric in dict.fromkeys(zip(table.run, table.metric, strict=True)):
-        rows = [
-            i for i in range(len(table)) if table.run[i] == run and table.metric[i] == metric and table.step[i] == table.step[i]
-        ]
+    curves: dict[tuple[str, str], list[int]] = {}
+    for i in np.flatnonzero(~np.isnan(table.step)):
+        curves.setdefault((table.run[i], table.metric[i]), []).append(int(i))
+    for (run, metric), rows in curves.items():
         rows.sort(key=lambda i: table.step[i])
         for name in ("tokens", "flops"):
             column = getattr(table, name)

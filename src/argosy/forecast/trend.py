@@ -14,7 +14,7 @@ from scipy import linalg, optimize, stats
 from argosy.forecast import points as P
 
 LENGTH = 0.2  # of the square root of progress over which curves bend
-THIN = 30  # rows of a run that are used
+THIN, ROWS = 30, 600  # rows of a run, and of all runs, that are used
 ZERO_SHARE = 0.1  # of the middle value: added before the logarithm where values are 0
 # Spreads: level, slope per spread of log C, curve, its slope, run offset, noise; and how far they stray from their priors.
 SPREADS = np.log([1.0, 0.5, 0.3, 0.1, 0.03, 0.03])
@@ -50,17 +50,18 @@ def places(table: P.Table, centre: tuple[float, float]) -> tuple[np.ndarray, np.
     return np.nan_to_num((whole - centre[0]) / centre[1]), np.sqrt(np.nan_to_num(cells["g"], nan=1.0))
 
 
+def evenly(rows: np.ndarray, count: int) -> np.ndarray:
+    """At most `count` of the rows, the first and the last among them."""
+    return rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), count)).round().astype(int))]
+
+
 def fit(points: P.Table) -> Smooth:
     """The trend of one metric's points; values may be 0 but not negative."""
     runs = np.array(points.run)
     names = list(dict.fromkeys(points.run))
-    keep = np.concatenate(
-        [
-            own[np.unique(np.linspace(0, len(own) - 1, min(len(own), THIN)).round().astype(int))]
-            for own in (np.flatnonzero(runs == name) for name in names)
-        ]
-    )
-    used = P.take(points, keep[:600])
+    most = max(3, min(THIN, ROWS // len(names)))
+    keep = np.concatenate([evenly(np.flatnonzero(runs == name), most) for name in names])
+    used = P.take(points, evenly(keep, ROWS))
     raw, _ = places(used, (0.0, 1.0))
     spread = float(raw.std())
     centre = (float(raw.mean()), spread if spread > 1e-3 else 1.0)  # of one size the slope is the prior's, by factors of e
