@@ -500,9 +500,9 @@ def witness(name: Name, /, *, at: str, home: Home = HOME, json: Json = False) ->
         name: The hero's name.
         at: Where: a URL, a commit, a tag.
     """
-    from argosy.judge import register as registry
+    from argosy.judge import witness as witnesses
 
-    entry = registry.witness(home, name, at)
+    entry = witnesses.note(home, name, at)
     emit(entry) if json else print(f"noted at {entry['noted']}: {entry['at']} witnesses sha256 {entry['sha256']}")
 
 

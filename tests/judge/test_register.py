@@ -14,7 +14,7 @@ import synthetic
 from synthetic import HEADLINE, few, sealed
 
 from argosy import cli, spec, voyage
-from argosy.judge import fits, ladders, points, register, verdict, verify
+from argosy.judge import fits, ladders, points, register, verdict, verify, witness
 from argosy.runs import pocket
 from argosy.track import store
 
@@ -271,16 +271,16 @@ def test_a_witness_is_noted_beside_it(home, capsys):
     cli.main(["forecast", "witness", "hero", "--at", "https://example.org/tag/1", "--home", str(home)])
     cli.main(["forecast", "witness", "hero", "--at", "commit 12ab", "--home", str(home), "--json"])
     body = register.newest(home, "hero")
-    assert [w["at"] for w in register.witnesses(home, body)] == ["https://example.org/tag/1", "commit 12ab"]
+    assert [w["at"] for w in witness.noted(home, body)] == ["https://example.org/tag/1", "commit 12ab"]
     page = json.loads((home / "forecasts/hero/page.json").read_bytes())
     assert page["forecast"]["witness"] == ["https://example.org/tag/1", "commit 12ab"]
     assert (home / "forecasts/hero/0001.json").read_bytes() == before and len(register.all_of(home, "hero")) == 1
     with pytest.raises(ValueError, match="--at WHERE"):
-        register.witness(home, "hero", " ")
+        witness.note(home, "hero", " ")
     with pytest.raises(ValueError, match="--at WHERE"):
-        register.witness(home, "hero", "https://x\n\x1b[31mverified")
+        witness.note(home, "hero", "https://x\n\x1b[31mverified")
     with pytest.raises(ValueError, match="no forecast of 'nobody'"):
-        register.witness(home, "nobody", "here")
+        witness.note(home, "nobody", "here")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_damaged_witness_is_told_and_kept(home, capsys, text):
     """Fails when a note that cannot be read ends a verdict, is not told wherever witnesses are, or is written over."""
     synthetic.sail(home, "hero", pocket.run(), until=0.1, fault=few)
     body = register.newest(home, "hero")
-    path = register.witness_path(home, body)
+    path = witness.path_of(home, body)
     path.write_text(text.replace("SHA", body["sha256"]))
     before = path.read_bytes()
     found = verdict.judge(home, "hero")

@@ -1,7 +1,7 @@
 """A forecast as a document: made before the hero begins, with all that it rests on, dated, hashed, never changed.
 
 `<home>/forecasts/<hero>/0001.json`, `0002.json`, ...: a later one supersedes the one before and says why. Whoever has a file can
-refit it from the data inside (`verify`); that it was there before the run is for an outside witness to say (`line`, `witness`).
+refit it from the data inside (`verify`); that it was there before the run is for an outside witness to say (`line`, `witness.note`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from argosy.judge import ladders
 from argosy.judge import points as tables
 from argosy.judge.fits import SEED, Body, Say, fit_rows
 from argosy.plan import scaling
-from argosy.track import columns, layout, provenance
+from argosy.track import columns, provenance
 from argosy.track import log as logs
 
 FORMAT = 1
@@ -381,50 +381,3 @@ def when(body: Body) -> str:
     if not made:
         return first
     return f"after {made['updates']:,} updates, over a change; it shifts the forecast of {made['first']['created'][:10]}, made {first}"
-
-
-def witness(home: Path, name: str, where: str) -> Body:
-    """Note where the newest forecast's line was published: `0001.witness.json` beside it, a list that grows.
-
-    The note proves nothing itself: it says where to look for the hash and its date.
-
-    Raises:
-        ValueError: when nothing is registered, nothing is said, or the note is damaged: it is left as it is.
-    """
-    body = newest(home, name)
-    if body is None:
-        raise ValueError(f"no forecast of {name!r} is registered; argosy forecast register {name}")
-    where = where.strip()
-    if not where or len(where) > 2000 or not where.isprintable():
-        raise ValueError("--at WHERE is a URL, a commit, a tag or words in one line, up to 2,000 characters")
-    entry = {"at": where, "noted": stamp(time.time()), "sha256": body["sha256"]}
-    layout.write_json(witness_path(home, body), {"witnesses": [*witnesses(home, body), entry]})
-    show_page(home, body)
-    return entry
-
-
-def witness_path(home: Path, body: Body) -> Path:
-    return folder_of(home, body["name"]) / f"{body['number']:04d}.witness.json"
-
-
-def witnesses(home: Path, body: Body) -> list[Body]:
-    """Where the line of a forecast was published, as noted; those of another hash are none.
-
-    Raises:
-        ValueError: when the file of the notes is damaged.
-        OSError: when it cannot be read.
-    """
-    path = witness_path(home, body)
-    if not path.exists():
-        return []
-    try:
-        found = json.loads(path.read_bytes())["witnesses"]
-        own = [entry for entry in found if entry["sha256"] == body["sha256"]]
-        if not all(isinstance(entry["at"], str) for entry in own):
-            raise ValueError("a witness says no place")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f"{path} is damaged ({what}); the forecast beside it is untouched. Bring it back, or move it away and note the witness again"
-        ) from error
-    return own

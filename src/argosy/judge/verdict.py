@@ -17,7 +17,7 @@ import numpy as np
 from argosy import spec
 from argosy.forecast import fit, follow, joint
 from argosy.forecast import points as P
-from argosy.judge import bridge, register
+from argosy.judge import bridge, register, witness
 from argosy.judge import points as tables
 from argosy.track import forecasts, layout
 from argosy.track import log as logs
@@ -209,7 +209,7 @@ def marks(home: Path, body: Body) -> Body:
     found = {key: body.get(key) for key in ("number", "sha256", "created", "method", "late", "supersedes", "reason")}
     found |= {"when": register.when(body), "bridged": body.get("bridge") is not None, "witness": [], "witness_damaged": None}
     try:
-        found["witness"] = [entry["at"] for entry in register.witnesses(home, body)]
+        found["witness"] = [entry["at"] for entry in witness.noted(home, body)]
     except (ValueError, OSError) as error:  # a note beside the forecast, which a verdict does not rest on
         found["witness_damaged"] = str(error)
     return found
