@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from argosy import spec
-from argosy.judge import ladders
+from argosy.judge import ladders, points
 from argosy.plan import flops
 from argosy.track import layout
 from argosy.track import log as logs
@@ -44,7 +44,6 @@ def of_run(name: str, home: Path) -> Final:
     log = logs.read(name, home)
     run = spec.from_json(log.run["run"])
     updates, finished = ladders.updates(log), ladders.is_finished(log)
-    checksums = [r["fields"]["checksum"] for r in log.lineage if r["kind"] == "corpus"]
 
     def last(kind: str) -> float | None:
         point = log.last(f"{kind}/{run.data.corpus}/macro_bpb")
@@ -54,7 +53,7 @@ def of_run(name: str, home: Path) -> Final:
     return Final(
         log.name,
         run,
-        checksums[-1] if checksums else "",
+        points.checksum(log) or "",
         updates,
         finished,
         last("eval_whole"),

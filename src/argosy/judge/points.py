@@ -112,13 +112,17 @@ def of_run(
     wanted = forecastable(log.metrics) if metrics is None else [name for name in metrics if name in set(log.metrics)]
     rows = []
     for name in wanted:
-        steps, values = log.series(name)
-        if name.startswith("eval_"):
-            kept = {int(s): float(v) for s, v in zip(steps, values, strict=True) if s > 0}
-        else:
-            kept = windows(steps, values, ends, width)
+        kept = measured(log, name, ends, width)
         rows += [place(run, log.name, name, step) | {"value": kept[step], "purpose": purpose} for step in sorted(kept)]
     return rows
+
+
+def measured(log: logs.RunLog, name: str, ends: np.ndarray, width: float | int | None = None) -> dict[int, float]:
+    """A metric by update: an evaluation as logged, what every update logs as `windows` up to each of `ends`."""
+    steps, values = log.series(name)
+    if not name.startswith("eval_"):
+        return windows(steps, values, ends, width)
+    return {int(s): float(v) for s, v in zip(steps, values, strict=True) if s > 0}
 
 
 def windows(steps: np.ndarray, values: np.ndarray, ends: np.ndarray, width: float | int | None = None) -> dict[int, float]:

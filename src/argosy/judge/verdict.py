@@ -106,12 +106,7 @@ def of_log(body: Body, log: logs.RunLog) -> dict[str, Judged]:
     logged, out = set(log.metrics), {}
     for metric in dict.fromkeys(row["metric"] for row in body["forecast"]["rows"]):
         if metric in logged:
-            steps, values = log.series(metric)
-            if metric.startswith("eval_"):
-                measured = {int(s): float(v) for s, v in zip(steps, values, strict=True) if s > 0}
-            else:
-                measured = tables.windows(steps, values, ends)
-            one = of_metric(body, metric, measured, spec.steps(run))
+            one = of_metric(body, metric, tables.measured(log, metric, ends), spec.steps(run))
             if one is not None:
                 out[metric] = one
     return out
@@ -226,10 +221,9 @@ def differences(bodies: list[Body], log: logs.RunLog) -> tuple[list[str], int]:
     """What the run has otherwise than registered, in words, and from which step on."""
     body, found, since = bodies[-1], [], []
     run, hero = spec.from_json(log.run["run"]), spec.from_json(body["hero"])
-    sums = [r["fields"].get("checksum") for r in log.lineage if r["kind"] == "corpus" and r["fields"].get("checksum")]
     plain_ = next((b for b in reversed(bodies) if b.get("bridge") is None), body)
     allowed = [body["identity"], plain_["identity"], register.identity(hero, plain_["identity"]["corpus_checksum"])]
-    own = register.identity(run, sums[-1] if sums else "")
+    own = register.identity(run, tables.checksum(log) or "")
     for key, value in own.items():
         legal = {str(one[key]) for one in allowed if key in one}
         if key != "key" and value != "" and "" not in legal and str(value) not in legal:
