@@ -133,11 +133,7 @@ def write(home: Path, name: str, body: Body, before: Body | None) -> tuple[Path,
         ) from None
     finally:
         os.unlink(aside)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    columns.sync_folder(folder)
     return path, body
 
 
