@@ -18,7 +18,7 @@ GAP = 0.02  # of log L, added to the law
 CONDITION, LOOSE = 1e5, 3  # of the points' derivatives in prior spreads; directions that they leave to the prior
 OFF_TREND, OTHER_UNITS = 0.03, 0.25  # of log L, the middle of a run's residuals
 EARLY = 0.004  # of log L, a run's first point
-FLOOR_MOVED = 0.2  # logits of the floor's share, either way: one prior spread
+FLOOR_MOVED = surface.FLOOR_SPREAD  # logits of the floor's share, either way
 FAR, FALL = 0.1, 0.15  # of the run between two rows, and of the peak rate: together, a schedule that its rows do not tell
 EQUAL = 3.0  # of twice the log likelihood: forms closer than this fit equally
 
@@ -219,8 +219,9 @@ def law_misses(found: joint.Fitted, bands: dict[str, np.ndarray], metric: str) -
     if abs(missed[i]) < GAP:
         return []
     message = (
-        f"{metric}: the runs miss the law alike at like fractions, the larger ones more; the forecast follows them, by up to"
-        f" {math.expm1(missed[i]):+.1%}, {math.expm1(missed[-1]):+.1%} at the target's last row"
+        f"{metric}: the runs miss the law alike at like fractions, the larger ones more; the forecast follows them, by"
+        f" {math.expm1(missed[-1]):+.1%} at the target's last row"
+        + (f", {math.expm1(missed[i]):+.1%} at most" if abs(missed[i]) > 1.05 * abs(missed[-1]) else "")
     )
     return [alarm("law_misses", message)]
 
@@ -252,8 +253,8 @@ def forms(found: joint.Fitted, points: P.Table, bands: dict[str, np.ndarray], me
     others: dict[str, tuple[str, float]] = {}
     if "kappa" in s.names:
         others |= {
-            "release that does not depend on size": ("kappa", 0.0),
-            "release proportional to what is reducible": ("kappa", 1.0),
+            "a last fall of the loss that is alike at all sizes": ("kappa", 0.0),
+            "a last fall in proportion to what is reducible": ("kappa", 1.0),
         }
     centre = s.centre[s.names.index("E")]
     for value in (centre - FLOOR_MOVED, centre + FLOOR_MOVED):

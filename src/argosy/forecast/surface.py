@@ -20,7 +20,7 @@ from argosy.forecast import schedule
 
 # Priors, one set for every table (decisions.md says on what they were chosen). E is a share of the smallest loss seen: FLOOR at
 # 1e19 FLOPs, FLOOR_RISE more with each decade, since larger models come closer to it; spread in logits.
-FLOOR, FLOOR_RISE, FLOOR_SPREAD = 0.46, 0.038, 0.2
+FLOOR, FLOOR_RISE, FLOOR_SPREAD = 0.46, 0.038, 0.25
 FLOOR_ONE_SIZE, FLOOR_ONE_SIZE_SPREAD = 0.75, 0.5  # where size plays no part, E holds what it costs too
 # Points of one size and a target of another: nothing tells floor and size apart but that at BALANCED tokens per parameter they and
 # the data's term weigh alike, as where compute is spent best. log(A / B) at the middle of the data, and E is left open.
