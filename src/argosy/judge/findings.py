@@ -136,7 +136,7 @@ def late(name: str, rule: str, groups: Sequence[G.Growth]) -> list[Evidence]:
         return []
     worst = max(told, key=lambda g: g.late.bound(-1, CHANCE / len(told)))
     sure = worst.late.bound(-1, CHANCE / len(told))
-    grows = f"{words(worst.metric)} goes as updates^{worst.late.slope:.2f} +- {worst.late.error:.2f} in the second half"
+    grows = f"{words(worst.metric)} grows as updates^{worst.late.slope:.2f} +- {worst.late.error:.2f} in the second half"
     return [found(rule, name, sure, f"{grows}, at least ^{sure:.2f}")]
 
 
@@ -144,10 +144,13 @@ def words(metric: str) -> str:
     """A metric as people say it.
 
     >>> words("grad/norm/readout"), words("params/norm/head_gate"), words("train/logit_z")
-    ('gradient of readout', 'norm of head_gate', 'logits')
+    ('gradient norm of readout', 'norm of head_gate', 'logits')
     """
     kind, _, group = metric.rpartition("/")
-    return {"grad/norm": f"gradient of {group}", "params/norm": f"norm of {group}"}.get(kind, known.describe(metric).label)
+    return {
+        "grad/norm": f"gradient norm of {group}",
+        "params/norm": f"norm of {'the norms' if group == 'norm' else group}",
+    }.get(kind, known.describe(metric).label)
 
 
 def logits(name: str, run: spec.Run, grown: G.Growth | None) -> list[Evidence]:

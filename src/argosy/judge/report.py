@@ -19,13 +19,14 @@ from argosy.track import metrics as known
 WORDS = ("off", "behind", "ahead", "on track")  # worst first, and what is worth reading before what is not
 STYLES = {"off": "bold red", "behind": "yellow", "ahead": "cyan", "on track": "green", "not comparable": "bold magenta"}
 SHOWN = 16  # metrics in a table, or as many as are not on track
+NARROW = 100  # columns: a narrower terminal has no room for a table's less needed column
 
 
 def show(found: Body, out: Console) -> None:
     """The headline's curve, the end of every other metric, alarms."""
     headline, rows = found["headline"], found["rows"]
     out.print(curve(found["name"], [r for r in rows if r["metric"] == headline], found["fit"]))
-    out.print(ends(rows, headline))
+    out.print(ends(rows, headline, out.width >= NARROW))
     alarms(found["fit"]["alarms"], headline, out)
 
 
@@ -41,7 +42,7 @@ def curve(name: str, rows: list[Body], fit: Body) -> Table:
         caption=f"noise of one evaluation {noise:.2%}" if noise else None,
         caption_justify="left",
     )
-    for column in ("update", "of the run", "mean", "50% band", "90% band", ""):
+    for column in ("update", "of the run", "mean", "50% band", "90% band", "off the mean"):
         table.add_column(column, justify="right")
     total = max((r["step"] for r in rows), default=1)
     for r in rows:
@@ -49,14 +50,22 @@ def curve(name: str, rows: list[Body], fit: Body) -> Table:
     return table
 
 
-def ends(rows: list[Body], headline: str | None) -> Table:
-    """The last row of every metric but the headline."""
-    table = Table(title="at the end of the run", title_justify="left", box=None, pad_edge=False)
-    for column in ("metric", "mean", "50% band", "90% band", "90% is"):
-        table.add_column(column, justify="left" if column == "metric" else "right", overflow="fold")
+def ends(rows: list[Body], headline: str | None, wide: bool) -> Table:
+    """The last row of every metric but the headline; the 50% band where there is room."""
+    table = named(wide, title="\nat the end of the run", title_justify="left")
+    for column in ("mean", *["50% band"] * wide, "90% band", "off the mean"):
+        table.add_column(column, justify="right", overflow="fold")
     last = {r["metric"]: r for r in rows if r["metric"] != headline}
     for metric, r in last.items():
-        table.add_row(escape(metric), *cells(r))
+        mean, half, *rest = cells(r)
+        table.add_row(escape(metric), mean, *[half] * wide, *rest)
+    return table
+
+
+def named(wide: bool, **given: Any) -> Table:
+    """A table whose first column holds names of metrics, which are not broken where that can be helped."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1) if wide else (0, 1, 0, 0), **given)
+    table.add_column("metric", min_width=34 if wide else 30, overflow="fold")
     return table
 
 
@@ -212,9 +221,10 @@ def show_verdict(found: Body, out: Console) -> None:
     marked = f"forecast {about['number']:04d} of {about['created']}"
     marked += f", registered {about['when']}" if about["late"] or about["bridged"] else ""
     marked += f"; {verdict.witnessed(about)}"
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("metric", "verdict", "since", "measured", "forecast", "90% band", "beyond it"):
-        table.add_column(column, justify="left" if column in ("metric", "verdict") else "right", overflow="fold")
+    wide = out.width >= NARROW
+    table = named(wide, header_style="bold")
+    for column in ("verdict", "since", "measured", *["forecast"] * wide, "90% band", "out"):
+        table.add_column(column, justify="left" if column == "verdict" else "right", overflow="fold")
     order = {w: i for i, w in enumerate(WORDS)}
     entries = found["metrics"].items()
     ranked = sorted(entries, key=lambda m: (order.get(m[1]["verdict"], 9), -abs(m[1]["widths_out"] or 0), known.rank(m[0])))
@@ -226,12 +236,13 @@ def show_verdict(found: Body, out: Console) -> None:
             Text(one["verdict"], STYLES[one["verdict"]]),
             "" if one["since_step"] is None else f"{one['since_step']:,}",
             verdict.number(one["actual"]),
-            verdict.number(one["mean"]),
+            *[verdict.number(one["mean"])] * wide,
             f"{verdict.number(one['lo90'])} to {verdict.number(one['hi90'])}",
-            f"{out_by:+.1f}" if out_by else "",
+            f"{out_by:+.2f}" if out_by else "",
         )
     more = len(ranked) - table.row_count
-    note = Text("beyond it: in halves of the band's width; + above, - below", "dim")
+    note = Text("out: beyond the band, in halves of its width; + above, - below", "dim")
+    note.append("\nahead and behind also tell what has shifted for good inside its band")
     note.append(f"\n{more} more are on track; --json has all" if more else "")
     rest: list[Any] = [Text(""), table, note] if found["metrics"] else []
     out.print(Group(head, Text(marked, "dim"), *rest))
