@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from argosy.forecast import consistent, fit
+from argosy.forecast import alarms, consistent, fit
 from argosy.forecast import points as P
 
 METRIC = "eval_dropless/paloma/macro/loss"
@@ -145,6 +145,12 @@ def test_finished_models_under_one_name_are_taken_apart():
     rows = [row | {"run": "all", "steps_total": row["step"]} for row in ladder() if row["step"] == 1000]
     points, _, remarks = consistent.tidied(P.of_rows(rows), P.of_rows(hero(), "TARGET"))
     assert len(set(points.run)) == 3 and not remarks
+
+
+def test_curves_without_progress_are_told():
+    bare = [[row | {"steps_total": None} for row in rows] for rows in (ladder(), hero())]
+    found = alarms.tables(P.of_rows(bare[0]), P.of_rows(bare[1], "TARGET"), METRIC)
+    assert "no_progress" in {a["code"] for a in found}
 
 
 def test_files_need_their_columns(tmp_path):
