@@ -69,6 +69,7 @@ def test_endpoints_tell_the_run(home):
             ("", "text/html"),
             ("page.css", "text/css"),
             ("page.js", "text/javascript"),
+            ("charts.js", "text/javascript"),
             ("forecast.js", "text/javascript"),
             ("plotly.min.js", "text/javascript"),
         ):
