@@ -174,10 +174,12 @@ def test_an_interrupted_registration_leaves_nothing(home, no_fit, monkeypatch, c
     old = signal.signal(
         signal.SIGTERM, lambda *_: None
     )  # where the command does not listen, the test fails and not the session
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with pytest.raises(SystemExit) as ended:
         cli.main(["forecast", "register", "hero", "--reason", "again", "--home", str(home)])
     assert (ended.value.code, capsys.readouterr().err) == (130, "argosy: interrupted\n")
     assert sorted(p.name for p in (home / "forecasts/hero").iterdir()) == before
+    signal.signal(signal.SIGINT, ours)
     assert signal.signal(signal.SIGTERM, old) is not signal.default_int_handler
 
 
