@@ -203,3 +203,24 @@ def test_rows_without_a_forecast_say_why():
     assert rows[5]["mean"] is None and "start of a run" in rows[5]["reason"]
     assert rows[6]["mean"] is None and "tokens" in rows[6]["reason"]
     assert np.isfinite([r["mean"] for r in rows[:5]]).all()
+
+
+def test_a_trend_says_nothing_of_a_row_that_says_nothing():
+    """Fails when a gradient norm is forecast for a row without FLOPs or tokens, whose place nobody knows."""
+    norm = "grad/norm/total"
+    points = P.of_rows(rung("a", 1e8, metric=norm) + rung("b", 3e8, metric=norm) + rung("c", 9e8, metric=norm))
+    empty = dict.fromkeys(P.NUMBERS)
+    rows = [{"run": "hero", "metric": norm, **empty}, *hero(metric=norm)]
+    told = fit.fit(points, P.of_rows(rows, "TARGET"), covariance=True)
+    first, *rest = told["rows"]
+    assert first["mean"] is None and "flops" in first["reason"]
+    assert all(row["mean"] > 0 for row in rest) and 0 not in told["covariance"][norm]["rows"]
+
+
+def test_two_runs_in_two_units_are_told():
+    """Fails when a law takes up what is bits per byte in one run and nats in the other."""
+    scaled = [row | {"value": 0.36 * row["value"]} for row in rung("b", 3e8)]
+    told = fit.fit(P.of_rows(rung("a", 1e8) + scaled), P.of_rows(hero(), "TARGET"))
+    assert any(a["code"] == "run_off_trend" and "mixed units" in a["message"] for a in told["fit"]["alarms"])
+    told = fit.fit(P.of_rows(rung("a", 1e8) + rung("b", 3e8)), P.of_rows(hero(), "TARGET"))
+    assert not any("mixed units" in a["message"] for a in told["fit"]["alarms"])

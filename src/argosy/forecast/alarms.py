@@ -17,6 +17,7 @@ ONE_PERCENT = 0.01
 GAP = 0.02  # of log L, added to the law
 CONDITION, LOOSE = 1e5, 3  # of the points' derivatives in prior spreads; directions that they leave to the prior
 OFF_TREND, OTHER_UNITS = 0.03, 0.25  # of log L, the middle of a run's residuals
+TWO_UNITS = 0.5  # of log L between the middles of two runs: bits per byte and nats are a factor of 2 to 3
 EARLY = 0.004  # of log L, a run's first point
 FLOOR_MOVED = surface.FLOOR_SPREAD  # logits of the floor's share, either way
 FAR, FALL = 0.1, 0.15  # of the run between two rows, and of the peak rate: together, a schedule that its rows do not tell
@@ -41,6 +42,13 @@ def tables(points: P.Table, target: P.Table, metric: str) -> list[Alarm]:
         found.append(alarm("too_few_runs", f"{metric}: {len(set(points.run))} run(s); the trend in scale is the prior's"))
     fraction = cells["g"]
     runs = np.array(points.run)
+    if (
+        P.kind(metric) == "loss" and len(names := list(dict.fromkeys(points.run))) == 2
+    ):  # whose law would take up any difference
+        apart = float(np.diff([np.median(np.log(points.value[runs == name])) for name in names])[0])
+        if abs(apart) > TWO_UNITS:
+            said = f"{metric}: {names[1]} lies {math.expm1(apart):+.0%} off {names[0]}: mixed units? Two runs alone cannot tell"
+            found.append(alarm("run_off_trend", said))
     if (
         np.isnan(fraction).any()
         and len(runs) >= 3 * len(set(points.run))

@@ -82,9 +82,15 @@ def fit(
             smooth = trend.fit(own)
             about["parameters"][metric], about["noise"][metric] = trend.parameters(smooth), trend.noise(smooth)
             about["alarms"] += alarms.tables(own, rows, metric)
-            fill(out, asked, trend.predict(smooth, rows), none(rows))
+            reasons = unplaced(own, rows)
+            bad, good = (np.flatnonzero([bool(r) is is_bad for r in reasons]) for is_bad in (True, False))
+            fill(out, asked[bad], {}, reasons[bad])
+            if not good.size:
+                continue
+            rows = P.take(rows, good)
+            fill(out, asked[good], trend.predict(smooth, rows), none(rows))
             if joined is not None:
-                joined[metric] = covariances(asked, rows, *trend.covariance(smooth, rows), smooth.zero)
+                joined[metric] = covariances(asked[good], rows, *trend.covariance(smooth, rows), smooth.zero)
         else:
             by_law(out, about, joined, asked, fitted, own, rows, metric, method, seed)
     body = {"rows": [row(target, out, i) for i in range(len(target))], "fit": about}
@@ -155,6 +161,14 @@ def by_law(out, about, joined, asked, points, own, rows, metric, method, seed) -
 
 def none(rows: P.Table) -> np.ndarray:
     return np.array([""] * len(rows))
+
+
+def unplaced(points: P.Table, rows: P.Table) -> np.ndarray:
+    """Why a trend has no value at a row of the target, "" where it has one: it has not what places the points."""
+    cells, asked = P.derived(points), P.derived(rows)
+    name = next((name for name in "CDs" if not np.isnan(cells[name]).any()), None)
+    lost = np.isnan(asked[name]) if name else np.zeros(len(rows), bool)
+    return np.where(lost, f"the row has no {NEEDED.get(name or '', 'step')}, which POINTS have", "").astype(object)
 
 
 def reasons_of(points: P.Table, rows: P.Table) -> np.ndarray:
